@@ -47,7 +47,7 @@ CELLS = [("llama3-8b", 4096), ("llama3-8b", 131072), ("llama-175b", 4096), ("lla
 
 
 def quiet() -> None:
-    """Print this Python, the processor, and how evenly a loop of additions runs on it."""
+    """Print the Python version, the processor, and how evenly a loop of additions runs on it."""
     taken = []
     for _ in range(ROUNDS):
         start, total = time.process_time(), 0
@@ -108,8 +108,8 @@ def resident_gb() -> float:
 
 
 def bounded(asked: SearchRequest, layouts: int) -> None:
-    """Print how many closed-form bounds (of seconds and bytes) one second makes, on the layouts of
-    one group, repeated."""
+    """Print how many closed-form bounds (of seconds and bytes) are computed per second, on the
+    layouts of the largest group, repeated up to `layouts`."""
     made = SearchJob(asked)
     groups: dict[object, list[LayoutChoice]] = {}
     for choice in made.space.choices:
@@ -117,7 +117,7 @@ def bounded(asked: SearchRequest, layouts: int) -> None:
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
     bounds = GroupBounds(many, made.problem(largest[0]), made.registry)
-    bounds.of(KEEP)  # untimed: arrays that a group makes once for all candidates
+    bounds.of(KEEP)  # not timed: arrays that a group computes once for all candidates
     candidate = Candidate((made.variants[0],))
     probe = bounds.probe(candidate)
     assert isinstance(probe, Probe)
@@ -144,8 +144,8 @@ def questions(spec: MatrixSpec, task: Task) -> tuple[list[float], list[Line]]:
 
 
 def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str] = (), times: int = 1) -> None:
-    """Print the CPU seconds that cells of the matrix take, searched anew `times` times, each time
-    in a process of its own, which remembers nothing; no task, no cluster: all."""
+    """Print the CPU seconds that the searches of matrix cells take.  Each cell is searched `times`
+    times, each time in a new process without caches.  Without tasks or clusters: all of them."""
     spec = load_matrix(Path(__file__).parent.parent / "config" / "paper.yaml")
     spec = replace(spec, clusters=tuple(clusters) or spec.clusters)
     works = {work.model: work for work in spec.works}
@@ -168,7 +168,7 @@ def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str] = (), times:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table."""
+    """Run the benchmarks that the arguments choose."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--matrix", nargs="*", metavar="MODEL:TOKENS")

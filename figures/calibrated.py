@@ -34,7 +34,8 @@ def source_looks(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def labels(rows: pd.DataFrame) -> list[str]:
-    """Source and cluster of each stack, and what a source says in brackets where both are equal."""
+    """Source and cluster of each stack; stacks with equal names also have the source's words in
+    brackets."""
     names = [
         f"{str(row.source).split()[0].rstrip(',')}, {row.cluster}" for row in rows.itertuples()
     ]

@@ -22,11 +22,11 @@ OTHERS = "other methods"
 SPARE = (style.GREEN, style.PINK)
 """Colours of the two most frequent fastest methods without a colour in `style.STRONG`."""
 LETTERS = 19
-"""Most letters of a method's name on one line of a cell."""
+"""The most letters of a method's name on one line of a cell."""
 MIN_GAIN = 0.01
 """Smallest gain of the fastest plan that is shown: the gap that a search may leave unproved."""
 FREE, TIED = 0.6, 0.2
-"""Strength of a cell's colour, without and with ties."""
+"""Strength of the colour of a cell without ties, and of one with ties."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def pale(color: str, strength: float) -> tuple[float, ...]:
 
 
 def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]) -> None:
-    """The texts of a cell, a square per tie, and a frame where published rows cover the job."""
+    """Draw the texts of a cell, a square per tie, and a frame if published rows cover the job."""
     name = textwrap.fill(row.arm, LETTERS) if row.arm else "nothing fits"
     middle = {"ha": "center", "va": "center", "linespacing": 0.95}
     lift = 0.27 if "\n" in name else 0.22
@@ -103,7 +103,7 @@ def rate_text(row: object, key: str) -> str:
 
 
 def models(axis: Axes, names: list[str]) -> None:
-    """The name of each model beside its rows, and a line between models."""
+    """Draw the name of each model beside its rows, and a line between models."""
     for model in dict.fromkeys(names):
         first, count = names.index(model), names.count(model)
         beside = {"rotation": 90, "ha": "center", "va": "center", "weight": "bold", "size": 7}

@@ -52,7 +52,7 @@ def legend() -> list[Line2D]:
 
 
 def curve(top: Axes, bottom: Axes, recompute: str, cells: pd.DataFrame) -> None:
-    """One policy: simulated peaks as a line, published peaks as hollow markers, and a cross where
+    """Draw one policy: simulated peaks as a line, published peaks as hollow markers, and a cross if
     the published run was out of memory."""
     color, marker, _ = LOOKS[recompute]
     alpha, ours = cells.offload_fraction, cells.predicted / GIB

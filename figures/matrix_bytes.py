@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def curves(axis: Axes, cells: pd.DataFrame, key: str) -> None:
-    """Bytes of each method at the lengths where it fits; a dashed line has the device's usable
-    bytes."""
+    """Draw the bytes of each method at the lengths at which it fits, and a dashed line at the
+    device's usable bytes."""
     for arm, own in cells.groupby("arm", sort=False):
         color, marker = style.STRONG.get(str(arm), (style.FAINT, ""))
         fits = own[own.status == "ok"].sort_values("seq_len")

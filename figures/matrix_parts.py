@@ -16,8 +16,8 @@ PARTS = {name: look for name, look in style.PARTS.items() if name not in ("ep", 
 """Colour, label and hatch of each share, from the bottom."""
 
 LONGEST = 20
-"""Most characters of a name on one line: a name on two lines is no wider than its bar and ends in
-the compute part of the bar."""
+"""The most characters of a name on one line, so that a name on two lines is no wider than its bar
+and ends inside the bar's compute part."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Measured MFU and memory of every method, a row per problem, engines by colour and hatch.
 
-Where no cell has seconds of a GPU, the script prints that and draws nothing.
+If no cell was timed on a GPU, the script says so and draws nothing.
 
 usage: measured_speed.py measured_speed.csv FIGURE.pdf
 """
@@ -32,15 +32,14 @@ def main() -> None:
         for old in (target.with_suffix(".pdf"), target.with_suffix(".png")):
             old.unlink(missing_ok=True)
         why = "no other cell" if left else "no cell"
-        print(f"no figure: {why} has seconds of a GPU (a CPU's time is never performance){left}")
+        print(f"no figure: {why} was timed on a GPU (a CPU's time is never performance){left}")
         return
     draw(rows, target)
-    print(f"{target.name}: {len(rows)} cells with seconds of a GPU{left}")
+    print(f"{target.name}: {len(rows)} cells that were timed on a GPU{left}")
 
 
 def draw(rows: pd.DataFrame, target: Path) -> None:
-    """The figure: MFU (tokens/s/GPU where the GPU's peak is unknown) at the left, bytes at the
-    right."""
+    """Draw MFU at the left (tokens/s/GPU if the GPU's peak is unknown), and bytes at the right."""
     problems = [(str(name), cells) for name, cells in rows.groupby("problem", sort=False)]
     engines = list(rows.engine.unique())
     heights = [len(cells) for _, cells in problems]

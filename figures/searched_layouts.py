@@ -14,7 +14,7 @@ TABLES = ("searched_layouts",)
 EXPECTED = 4.0
 """Expected limit, in percent, of the loss of a published layout against the best layout."""
 NAMED = 1.0
-"""Loss in percent from which the deciding part of the step is named."""
+"""The smallest loss, in percent, at which the deciding part of the step is named."""
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def speeds(axis: Axes, model: str, cells: pd.DataFrame) -> None:
 
 
 def losses(axis: Axes, cells: pd.DataFrame) -> None:
-    """The loss of the published layout in percent; at a loss of NAMED or more with the part of the
-    step that decides."""
+    """Draw the loss of the published layout in percent, and from NAMED on the part of the step that
+    decides it."""
     loss = 100 * cells.loss
     axis.bar(range(len(cells)), loss, 0.6, color=style.RED)
     axis.axhline(EXPECTED, color=style.GREY, lw=0.6, ls="--")

@@ -1,5 +1,7 @@
-"""The common style of all figures, which `rematbench compare --plot` has too
-(src/rematbench/host/chart_style.py), as PDF and PNG."""
+"""The common style of all figures, and how they are saved as PDF and PNG.
+
+`rematbench compare --plot` shares the colours (src/rematbench/host/chart_style.py).
+"""
 
 import sys
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ Span = tuple[float, float]
 Lanes = dict[tuple[int, str, str], list[Span]]
 Trace = dict[str, Any]
 MOST_WHOLE = 2
-"""The most steps of which all ranks are drawn."""
+"""All ranks are drawn for at most so many steps; for more steps, the first and the last rank."""
 MIDDLE, PART = 0.3, 0.05
 """Where the enlarged part begins, and its length, as shares of the longest step."""
 
@@ -52,8 +52,8 @@ def whole(traces: list[Trace]) -> Figure:
 
 
 def compared(traces: list[Trace]) -> Figure:
-    """The first and the last rank of many steps: the whole step, and a part of it from its middle
-    on, in which single passes can be seen.  Steps without copies have no lanes for them."""
+    """The first and the last rank of many steps: the whole step, and an enlarged part that shows
+    single passes.  Steps without copies have no lanes for them."""
     lanes = [used(trace) for trace in traces]
     heights = [1.0 + 0.9 * (len(each) > 1) for each in lanes]
     figure, axes = plt.subplots(
@@ -153,7 +153,7 @@ def look_of(event: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def merged(parts: list[Span]) -> list[Span]:
-    """Spans without the gaps below a microsecond."""
+    """Spans, with those joined whose gap is below a microsecond."""
     out: list[Span] = []
     for start, end in parts:
         if out and start - out[-1][1] < 1e-6:

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def level(axis: Axes, at: int, height: float, color: str) -> None:
-    """A line as wide as a bar at the speed that a change leads to."""
+    """Draw a line as wide as a bar at the speed after a change."""
     axis.plot([at - 0.35, at + 0.35], [height] * 2, color=color, lw=1.6, solid_capstyle="butt")
 
 

@@ -64,7 +64,10 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "the base rebuilds tensors of some layers before their backward, when a group's "
                 f"inputs do not exist yet: set num_layers=1, not {self.num_layers}"
             )
-        return _inputs_on_host(made) if self.inputs == "host" else made
+        if self.inputs == "device":
+            return made
+        moved = made.with_rules(rule_of(("layer_input",), Offload()))
+        return replace(moved, transfers=Transfers(granularity="layer"))
 
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
         if refused := no_offload(problem):
@@ -92,11 +95,6 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.every > last + 1:
             return f"every={self.every} selects none of the {last + 1} layers"
         return tuple(range(self.every - 1, last + 1, self.every)) if self.every > 1 else ()
-
-
-def _inputs_on_host(plan: Plan) -> Plan:
-    moved = plan.with_rules(rule_of(("layer_input",), Offload()))
-    return replace(moved, transfers=Transfers(granularity="layer"))
 
 
 def _rebuilds_early(base: Plan) -> bool:

@@ -10,12 +10,12 @@ layers are exempt.
            n (S_in + S_attn + alpha S_other) <= M_host                 (its share of host memory)
 with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism).  Two rounding
 buffers alternate; after the backward of layer i + 2 the tensors of layer i are copied back.
-Deviations: the row statistics of attention are offloaded with its output.  What experts receive, in
-an order of their own, is offloaded entirely too.  A split tensor is stored
-in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
-tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
-copied from separate memory during the next pass.  If an eager norm saves copies instead of its
-input, the layer input is held and leaves whole, unless no token is rebuilt.  Addresses are planned
+Deviations: the row statistics of attention are offloaded with its output, and so are the tensors
+that experts receive, whose rows are in another order.  A split tensor is stored in parts (SPLIT and
+JOIN are copies on the device), so the rounding buffers hold the offloaded tensors, not the whole
+layer.  Under pipeline parallelism the last swapped layer of a chunk is copied from separate memory
+during the next pass.  If an eager norm saves copies instead of its input, the layer input is held
+and leaves whole, unless no token is rebuilt.  Addresses are planned
 by best fit (the paper's MIP gains nothing on these programs) for up to 3,000 tensors of a step;
 above, the framework's allocator replaces the plan.  Host memory is one pool of the planned size.
 """
@@ -59,7 +59,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "memo"
     grid: ClassVar[tuple[Settings, ...]] = (
         *({"alpha": a / 4} for a in range(5)),
-        {"alpha": 1.0, "exempt_layers": 0},  # the fewest bytes of all, for what fits in no other
+        {"alpha": 1.0, "exempt_layers": 0},  # the fewest bytes, for jobs that fit with no other
     )
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None

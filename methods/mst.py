@@ -67,7 +67,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if taken := {name for sequence in base.mini_sequences for name in sequence.ops}:
             return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
         mlp, why = self._mlp_count(problem, base)
-        head = self._head_count(problem)
+        model, rows = problem.workload.model, min(a.rows for a in problem.head.activations.values())
+        head = min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
         if refused := self._heads_refused(problem):
             return Unsupported(refused)
         added = [MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1]
@@ -112,11 +113,6 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         uneven = f"{self.attention_chunks} slices of {heads} heads of a rank are not equal"
         found = refusal("attention over slices of heads is not modelled with", refused)
         return found or uneven * bool(heads % self.attention_chunks)
-
-    def _head_count(self, problem: Problem) -> int:
-        model = problem.workload.model
-        rows = min(a.rows for a in problem.head.activations.values())
-        return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
 
 
 def _attention_ops(problem: Problem) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ together; the exact update and its lossless order stay.
 Source: our formulation.  The mechanism is that of Deep Optimizer States (Maurya et al. 2024), whose
 fraction is 1/K; t_cpu and t_copy are the seconds of one parameter's update on the CPU and of its
 visit, and a visit's delay of the CPU is subtracted from t_copy.
-Deviations: refused by name, because they are not lossless or need a second program: updates that
-are undone after the norm (SuperOffload) and stale gradients (ZenFlow).
+Deviations: updates that are undone after the norm (SuperOffload) and stale gradients (ZenFlow) are
+refused by name, because they are not lossless or need a second program.
 """
 
 from functools import partial
@@ -36,10 +36,10 @@ REFUSED = {
 class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`share`: the share of states that leave the device (None: the smallest that fits).
     `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster without a host
-    rate).  `size`: parameters of a piece.  `slots`: visits in flight (0: each
-    piece follows the piece before it).  `start`: after the norm of
-    all gradients, or in the last backward as gradients become ready, which needs `clip` (whether
-    the norm scales gradients) to be false.  `order`: exact, or an order that is refused."""
+    rate).  `size`: parameters of a piece.  `slots`: visits in flight (0: each piece follows the
+    piece before it).  `start`: after the norm of all gradients, or in the last backward as
+    gradients become ready, which needs `clip` (whether the norm scales gradients) to be false.
+    `order`: exact, or an order that is refused."""
 
     name: ClassVar[str] = "optimizer_offload"
     moves_states: ClassVar[bool] = True

@@ -9,7 +9,7 @@ rank, whose backward comes last, are copied to the host after their forward and 
 Deviations: whole chunks are copied, as many as memory asks for; the repository recomputes norms and
 activation functions, pools host buffers, and lets the two ranks of a PCIe switch take turns.  The
 last rank's last chunk, whose backward follows at once, stays.  Weight gradients follow input
-gradients.  Probes of `search` have one chunk on a rank, so it has no plan there.
+gradients.  The method has no plan for the probes of `search`, which have one chunk on a rank.
 """
 
 from typing import ClassVar
@@ -47,8 +47,8 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         lay, group = problem.layout, self.group or smallest_group(problem)
         if lay.vpp == 1 or base.orders:
-            words = "orders of its own" if base.orders else "one"
-            return Unsupported(f"needs several chunks on a rank, not {words}")
+            words = "the base already orders its passes" if base.orders else "not one"
+            return Unsupported(f"needs several chunks on a rank in the layout's order: {words}")
         if group is None or lay.num_micro_batches % group or not lay.pp <= 2 * group <= 2 * lay.pp:
             words = f"{lay.num_micro_batches} micro-batches have no groups of {group or 'a size'}"
             return Unsupported(f"{words} from half of pp {lay.pp} to all of it")

@@ -27,7 +27,7 @@ from rematbench.solve.recompute_modules import (
 )
 
 AT_ONCE = ("moe", "shared_experts")
-"""The modules that it runs again as a whole, before their backward."""
+"""The modules that Megatron-core runs again as a whole, before their backward."""
 
 
 class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +84,9 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not dropped:
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         base = holding_inputs(problem, base, dropped, whole=False)
-        again = self._sent_back(problem)
+        # No operator reads the tokens that experts send back, if the whole module runs again.
+        sent = "combined" if problem.layout.ep > 1 else "unsorted"
+        again = (sent,) if "moe" in self.modules else ()
         cached = () if problem.system.kernels.compiled else self.held
         held = tuple(dict.fromkeys((*base.held, *cached, *again)))
         base = replace(base, held=held)
@@ -93,16 +95,11 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         plan = with_live_rules(problem, base, *rules) if layers else base.with_rules(*rules)
         return plan.noting(dropped=", ".join(dropped))
 
-    def _sent_back(self, problem: Problem) -> tuple[str, ...]:
-        """What experts send back, if their whole module runs again: nothing reads it."""
-        sent = "combined" if problem.layout.ep > 1 else "unsorted"
-        return (sent,) if "moe" in self.modules else ()
-
     def _rules(
         self, dropped: tuple[str, ...], routed: tuple[int, ...], layers: tuple[int, ...] | None
     ) -> list[Rule]:
-        """Rules for the tensors of modules that run again as a whole, and for all others, of
-        `layers` (None: of all); of the norm before experts in the layers `routed`."""
+        """Rules for the tensors of modules that run again as a whole, and for all other tensors,
+        in `layers` (None: in all); for the norm before experts in the layers `routed`."""
         module = {*with_copies(modules_dropped(m for m in self.modules if m in AT_ONCE))}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {

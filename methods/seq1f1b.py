@@ -5,8 +5,8 @@ times the length train on the same devices, 1.14 to 1.53 times faster than under
 Source: Sun et al., Seq1F1B, arXiv 2406.03488; MayDomine/Seq1F1B f54b286.  Rank r keeps (pp - r - 1
 + k) / k micro-batches, the bubble is (pp - 1) / (k m), and slices have equal FLOPs, so later
 slices are shorter.  Keys and values stay until the backward of their own slice.
-Deviations: interleaved groups consist of whole sequences.  Slices are multiples of what
-sequence parallelism splits.  No stack is asked whether it has the schedule.
+Deviations: interleaved groups consist of whole sequences.  Lengths of slices are divisible by the
+degree of sequence parallelism.  Whether the stack has the schedule is not checked.
 """
 
 from typing import ClassVar

@@ -7,8 +7,8 @@ Source: Chen et al., SPPO, arXiv 2503.10377.  Slices have equal FLOPs and about 
 the same for all, so that each copy hides behind the same compute; keys and values stay on the
 device.
 Deviations: alpha is the smallest share that fits (the paper solves for the copy that hides).
-Tensors leave whole, the largest first, and are not rebuilt.  No stack is asked whether it has the
-schedule.
+Tensors leave whole, the largest first, and are not rebuilt.  Whether the stack has the schedule is
+not checked.
 """
 
 from typing import ClassVar
@@ -54,8 +54,8 @@ class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         lengths = equal_work(problem, max(2, -(-work.seq_len // self.tokens)))
         names = tuple(sorted(kept_activations(problem, base) - set(KEYS)))
         if not lengths or not names:
-            why = "slices of that size" if not lengths else "activations that the base keeps"
-            return Unsupported(f"there are no {why} ({work.seq_len} tokens)")
+            why = "the base keeps no activation" if lengths else "the slices would be too short"
+            return Unsupported(f"{why} ({work.seq_len} tokens)")
         made, alpha = base.sliced(lengths), self.alpha
         if alpha is None:
             step = smallest_fitting(

@@ -7,7 +7,7 @@ slices in reverse order.  Slices are those of the least m sum t_i + (pp - 1) max
 programming over whole pieces of the sequence, where t is the time of a slice's passes and messages,
 and grows with the tokens before the slice, because of attention.
 Deviations: t comes from our kernels' rates, not from a regression on measured slices, and leaves
-out the update.  No stack is asked whether it has the schedule.
+out the update.  Whether the stack has the schedule is not checked.
 """
 
 from typing import ClassVar

@@ -12,7 +12,7 @@ Deviations: the orders are fixed, not those of the repository's solver.  The las
 first chunk's output for its second.  The next step starts once every rank has ended this step, so
 the shift between ranks, (pp - 1) F, stays (the paper checks gradient norms after the update).  The
 embedding's gradient stays with the input gradients, and so do the gradients of linears that a base
-computes in pieces.  No stack is asked whether it has the schedule.
+computes in pieces.  Whether the stack has the schedule is not checked.
 """
 
 from typing import ClassVar, Literal
@@ -41,7 +41,7 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             words = f"pp {lay.pp}, vpp {lay.vpp}, {other}"
             return Unsupported(f"needs {needed} in the order of {of}, not {words}")
         if turns and any(rule.select.stages or rule.select.chunks for rule in base.rules):
-            return Unsupported("the base's rules name chunks, whose layers would change")
+            return Unsupported("the base's rules select chunks, whose layers would change")
         made = replace(base, schedule=self.schedule)
         if self.schedule in SHAPES:
             made = base.turned(self.schedule)

@@ -49,8 +49,11 @@ def is_short(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test file is read: how many examples its tests draw."""
+    """Before any test file is read: how many examples its tests draw.  The second worker reads the
+    folders from the last one on: each file's assertions are rewritten by one worker, and kept."""
     settings.load_profile("short" if is_short(config) else "all")
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
+        config.args = sorted(map(str, Path(__file__).parent.glob("*/")), reverse=True)
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +62,9 @@ def short(request: pytest.FixtureRequest) -> bool:
     return is_short(request.config)
 
 
-SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "paper")
+TOGETHER = "published"
+"""The folder whose modules predict the same rows: one worker has them all."""
+SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "paper", TOGETHER)
 """Folders of tests/ whose modules share a process or a long set-up, the longest first."""
 
 
@@ -67,17 +72,15 @@ SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "pape
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that share a set-up come first in each half of the tests.  Two workers begin with a
     half each, and a worker without a test takes single ones from the end of the other's list."""
-    modules: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        modules.setdefault(item.path, []).append(item)
-
-    def place(path: Path) -> int:
-        folder = path.parent.name
-        return SHARING.index(folder) if folder in SHARING else len(SHARING)
-
+    modules: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: item.path):
+        folder = item.path.parent.name
+        name = "" if folder == TOGETHER else item.path.name
+        modules.setdefault((folder, name), []).append(item)
+    order = {folder: at for at, folder in enumerate(SHARING)}
     halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
-    for path in sorted(modules, key=place):
-        min(halves, key=len).extend(modules[path])
+    for module in sorted(modules, key=lambda module: order.get(module[0], len(order))):
+        min(halves, key=len).extend(modules[module])
     items[:] = chain(*sorted(halves, key=len, reverse=True))
 
 

@@ -103,7 +103,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        prepare("cpu")  # on CUDA a package's own settings come first
+        prepare("cpu")  # on CUDA the package sets its own variables before
     runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
     traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
     if not traced and (launched := _launched()):
@@ -130,9 +130,9 @@ def _key(job: PackageJob) -> tuple[Any, ...]:
 
 
 def _launched() -> tuple[int, int, int] | None:
-    """(rank, size, local rank) as torchrun or srun gave them. None where the launcher started this
-    process alone; this process then starts the ranks. Exits with one line where the address
-    at which the ranks meet is missing."""
+    """(rank, size, local rank) from the environment of torchrun or srun. None if the launcher
+    started this process alone, which then starts the ranks itself. Exits with one line if the
+    address where the ranks meet is missing."""
     names = (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -156,8 +156,8 @@ def _end_with(parent: int) -> None:
 
 
 def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, folder: Path) -> int:
-    """Run jobs [first, last) in one set of processes. The result is how many jobs got a record; at
-    most one of them failed, the last."""
+    """Run jobs [first, last) in one set of processes. Returns the number of jobs that got a record;
+    only the last of them may have failed."""
     job = jobs[first]
     why = _refusal(runner, job)
     if why is not None:
@@ -173,13 +173,14 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     module = cast(ModuleType, runner).__name__  # a new process imports it by name
     ranks = [(module, jobs, numbers, scratch, rank, size) for rank in range(size)]
     ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
-    # A job that took too long has failed: its record has no status of its own for that.
+    # Records have no status for a job that took too long: it has failed.
     ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 
 
 def _refusal(runner: Runner, job: PackageJob) -> str | None:
-    """Why a job is not started, found before any process starts; None if the job may start."""
+    """The reason why a job is not started, determined before any process starts; None if the job
+    may start."""
     try:
         resources.require_gpus(job, job.run.layout.gpus)
         require_memory(job)

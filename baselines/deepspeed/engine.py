@@ -88,8 +88,8 @@ def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> 
     deepspeed.checkpointing.reset()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     if ulysses:
-        # Not by the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
-        # data-parallel ranks only, and every sequence rank trains on the gradient of its own part.
+        # sequence_parallel_size of the configuration is not used: with it 0.19.8 reduces gradients
+        # over data-parallel ranks only, and a sequence rank trains on the gradient of its own part.
         sp.initialize_sequence_parallel(run.layout.ulysses)
     made = configuration(job, policy)
     checkpointed = "activation_checkpointing" in made
@@ -165,8 +165,8 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, note_loss: Callable[[Tenso
         last = number == lay.num_micro_batches - 1
         rig.engine.set_gradient_accumulation_boundary(last)
         loss = rig.engine(*_rows(rig, batch, number), scale)
-        # A tensor of its own: given the model's output itself, 0.19.8 at stage 0 divides by the
-        # number of micro-batches in spite of scale_wrt_gas.
+        # The product is a new tensor: given the model's output itself, 0.19.8 at stage 0 divides
+        # by the number of micro-batches in spite of scale_wrt_gas.
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
             rig.engine.step()  # counts the micro-batch; no update before the boundary
@@ -197,7 +197,7 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
     """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # ZeRO 1 and 2, offloaded, read their pinned memory at once
+        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read pinned memory without waiting
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
@@ -250,7 +250,7 @@ def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
 
 def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     """The tensors that the optimizer updates: parameters, or ZeRO's flat parts. `without_state`:
-    only the tensors without moments so far."""
+    only the tensors that have no moments yet."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.

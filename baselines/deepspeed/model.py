@@ -65,7 +65,7 @@ class Layer(nn.Module):
         self.exchanged = False
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """batch x seq x hidden -> batch x seq x hidden, this rank's rows."""
+        """Apply the layer to this rank's rows: batch x seq x hidden -> batch x seq x hidden."""
         mixed = self.proj(self._attention(self.attn_norm(x), cos, sin))
         x = x + (self.post_attn_norm(mixed) if self.model.post_norm else mixed)
         y = self.mlp_norm(x)

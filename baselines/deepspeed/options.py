@@ -1,7 +1,7 @@
 """The keys of DeepSpeed's configuration for the facts of a stack.
 
-Source: deepspeed 0.19.8, runtime/zero/config.py.  `flags` lists the facts that act in a job
-and have no key here as assumed.
+Source: deepspeed 0.19.8, runtime/zero/config.py. `flags` lists as assumed the facts that act in a
+job but have no key here.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ KEYS = {
     "whole_buckets": "contiguous_gradients",
 }
 POLICY = ("reduce_overlap", "optimizer_on_host", "parameters_on_host", "param_bytes")
-"""Facts that the configuration of a policy and a job has."""
+"""Facts that follow from the policy and the job in the configuration."""
 
 
 def stack_values(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:
-    """The values of zero_optimization for facts that a job has a use for.  A bucket is no larger
-    than the one that is in `made`: buckets are allocated whole."""
+    """The values of zero_optimization for the facts that act in a job. A bucket is at most as large
+    as the one in `made`, because DeepSpeed allocates buckets whole."""
     lay, zero, host = problem.layout, problem.system.zero, problem.system.host
     stage, third = lay.zero_stage if lay.state_shards > 1 else 0, lay.zero_stage == 3
     overlapped = zero.reduce_overlap and lay.dp * lay.cp > 1 and stage < 2

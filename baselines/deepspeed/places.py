@@ -113,8 +113,8 @@ _tensor = torch.tensor
 
 
 def _there(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    """torch.tensor among fake tensors. torch's own result knows its value, and stays on the host
-    with the value."""
+    """torch.tensor among fake tensors. Without `device` the result stays on the host and keeps its
+    value, which torch knows."""
     made = _tensor(*args, **kwargs)
     return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 

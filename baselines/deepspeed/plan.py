@@ -115,7 +115,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options give the layers of each stage of a plan: DeepSpeed has one stage."""
+        """Whether options can give each stage of a plan its layers: DeepSpeed runs one stage
+        here."""
         return problem.layout.pp == 1
 
     @classmethod
@@ -123,7 +124,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
-        """DeepSpeed's configuration as JSON, which has no arguments of a model (`whole`)."""
+        """DeepSpeed's configuration as JSON. It never contains the model, so `whole` has no
+        effect."""
         work = problem.workload
         made = self.configuration(work.model, problem.layout, work.precision)
         made["zero_optimization"] |= options.stack_values(problem, made["zero_optimization"])
@@ -244,9 +246,9 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
 def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
     """Whether tiles do not divide a micro-batch's rows evenly, with the reason.
 
-    TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does: into fewer
-    tiles than asked for where tiles come out uneven. They hand over a weight's gradient at the last
-    tile asked for; if there is no such tile, 0.19.8 silently trains on a part of the gradient.
+    TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does, which makes
+    fewer tiles than requested if the rows do not divide. They hand over a weight's gradient at the
+    last requested tile; without that tile, 0.19.8 silently trains on a part of the gradient.
     """
     lay = setup.layout
     rows = lay.micro_batch * (setup.work.seq_len // lay.ulysses)

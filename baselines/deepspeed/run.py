@@ -56,8 +56,8 @@ def refuse(job: PackageJob) -> None:
 
 @cache
 def _preload() -> None:
-    """Import, once and before ranks are forked, what making an engine imports. torch's compiler is
-    among the imports (four CPU seconds)."""
+    """Import the modules that deepspeed.initialize needs, once and before ranks are forked. Torch's
+    compiler is among them, and takes four CPU seconds."""
     for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
         importlib.import_module(name)
 

@@ -1,4 +1,4 @@
-"""Extra tensors, not in the operator table, that the torch model of baselines/deepspeed keeps.
+"""The tensors beyond the operator table that the torch model of baselines/deepspeed keeps.
 
 Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
@@ -89,8 +89,9 @@ NOT_METERED = ("step_scratch_bytes", "flat_step", "late_state_bytes")
 
 
 def _states(problem: Problem) -> dict[str, int]:
-    """Facts of the stack that are other here: those that the plan's ledger leaves out, and bytes of
-    an element of fp32 states: AdamW's two moments, and under ZeRO a copy of its own."""
+    """Facts of the stack that differ in this package: 0 for facts that `zero_peaks` accounts for or
+    that are not metered, and the bytes per element of fp32 states: AdamW's two moments and, under
+    ZeRO, a separate copy of the weights."""
     found = dict.fromkeys((*WALKED, *NOT_METERED), 0)
     if problem.workload.precision != "fp32":
         return found
@@ -132,7 +133,7 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     made = _sizes(policy, problem)
-    away = problem.layout.dp > 1 or policy.offload_param  # gathered besides this rank's part
+    away = problem.layout.dp > 1 or policy.offload_param  # gathered in addition to this rank's part
     gathered = zero_sizes.small_elements(problem.workload.model) if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,

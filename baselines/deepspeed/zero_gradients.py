@@ -27,15 +27,15 @@ from rematbench.workload import Model
 MAX_SUMMED = 500_000_000
 """MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine, in elements."""
 NORM, WIDE = 8, 4
-"""Bytes of an element of which a norm is taken, and of an fp32 element."""
+"""Bytes per element of a tensor whose norm is taken (fp64), and of an fp32 element."""
 ALIGNED = 2
 """A rank's part is a multiple of this number of elements (nccl_start_alignment_factor)."""
 NORMED = 250_000_000
-"""Elements of which ZeRO 3 takes the norm at once (_constant_buffered_norm2)."""
+"""The number of elements whose norm ZeRO 3 takes at once (_constant_buffered_norm2)."""
 
 
 NotePeak = Callable[[int], None]
-"""A function that gets bytes that are alive for a moment, besides `held`."""
+"""A function that notes bytes which are alive for a moment, in addition to `held`."""
 
 
 def reducer(model: Model, sizes: Sizes, note_peak: NotePeak) -> "Zero0":

@@ -1,8 +1,8 @@
 """Memory of a rank under ZeRO during a step, weight by weight, in addition to the operator table
 and the plan.
 
-A weight's gradient exists when the backward of its operator is over. `reducing` tells how much of
-the gradient DeepSpeed then holds, and `whole` which parameters are whole under ZeRO 3.  So a peak
+A weight's gradient exists when the backward of its operator is over. `zero_gradients` tells how
+much of it DeepSpeed then holds, `zero_weights` which parameters are whole under ZeRO 3.  So a peak
 is at the loss, at a weight's gradient (most often when the bucket is reduced), or at the end of a
 micro-batch.  The walk uses ZeRO's gathers and gradient buffers in place of the plan's own.
 TiledMLP rebuilds its tiles in its backward, one at a time, even in a recomputed layer.
@@ -162,8 +162,8 @@ class _Walk:
             self._over = True
 
     def _gradients(self, ended: "tuple[Weight, ...]") -> None:
-        """Account for the gradients of an operator's weights, one after another. A table's
-        module has no input gradient, so it keeps its weight to the end."""
+        """Account for the gradients of an operator's weights, one after another. An embedding table
+        keeps its weight until the end, because its module has no input gradient."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)

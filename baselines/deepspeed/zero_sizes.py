@@ -1,5 +1,5 @@
-"""The model's parameters in DeepSpeed's order, the order of gradients, and the sizes that ZeRO
-depends on."""
+"""The model's parameters in DeepSpeed's order, the order of their gradients, and the sizes and
+settings that ZeRO's memory depends on."""
 
 from collections.abc import Iterable
 from itertools import accumulate

@@ -1,7 +1,7 @@
 """Extra tensors of core attention that Megatron-core holds, not in the operator table.
 
-The attention is Megatron-core's own with materialised scores, or ours under context parallelism
-(layers.GatheredAttention).
+The attention is Megatron-core's own with materialised scores or, under context parallelism, ours
+(layer_spec.GatheredAttention).
 """
 
 from functools import partial
@@ -87,12 +87,12 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
 
 
 def _absent(policy: MegatronCore, problem: Problem) -> int:
-    """Bytes a row that a plan has besides the four gradients of scores and that Megatron-core
-    lacks. They are the gradients of q and k (the gradient of v exists, once per query head), and
-    v's own storage and the gradient of the output, unless a checkpointed function holds these."""
+    """Bytes per row that a plan has, besides the four gradients of scores, and that Megatron-core
+    lacks: the gradients of q and k (v's exists already, once per query head), and v's own storage
+    and the gradient of the output, unless a checkpointed function holds them."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
-    later = 2 * s.kv_width  # of q and k, without what v has more once per query head (q - kv)
+    later = 2 * s.kv_width  # q + kv for q and k, less v's excess once per query head (q - kv)
     if policy.recompute == "selective" and "core_attn" in policy.modules:
         return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
     alone = grouped or problem.workload.model.position == "rope"

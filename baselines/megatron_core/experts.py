@@ -1,4 +1,4 @@
-"""Experts of Megatron-core: their configuration, and what they need on fake tensors.
+"""Experts of Megatron-core: their configuration, and the stand-ins that fake tensors need.
 
 A fake tensor has no values, so nobody can read how many tokens an expert receives.  The stand-ins
 here give every expert the same number, which is the balance that a prediction assumes.  No stand-in
@@ -76,8 +76,8 @@ class _Products:
 
 
 class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
-    """Answers masked_select, whose size depends on values, with the balanced number of elements:
-    `share` of the mask's."""
+    """Answers masked_select, whose result size depends on values, with the number of elements under
+    balance: `active` of every `count` elements of the mask."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
-    """The dispatcher's counts on the host, at the point where it copies them there."""
+    """Set the dispatcher's counts on the host, at the point where it would copy them there."""
     if point != dispatcher.cuda_dtoh_point:
         return tokens_per_expert
     tp, ep, here = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts
@@ -103,7 +103,8 @@ def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
 
 
 def install_balance(experts: Experts) -> Selecting:
-    """Install the stand-ins for fake tensors; the result is to be entered for the whole step."""
+    """Install the stand-ins for fake tensors. Returns the mode that must be active during the whole
+    step."""
     grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _Products
     kind = token_dispatcher.MoEAlltoAllTokenDispatcher
     kind._maybe_dtoh_and_synchronize = _even_counts

@@ -26,7 +26,7 @@ from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.batch import MicroBatch
 
 MASTER_AND_MOMENTS = {"bf16": 12, "fp32": 8}
-"""Bytes a parameter: an fp32 master copy for bf16 parameters, two moments."""
+"""Bytes per parameter of two moments and, for bf16 parameters, an fp32 master copy."""
 
 
 def _push(handler: offload.ChunkOffloadHandler, tensor: torch.Tensor) -> tuple[int, int]:
@@ -42,7 +42,7 @@ def trace(job: PackageJob, policy: MegatronCore) -> RankAnswer:
     """The bytes of one rank: the peaks of one step, and its states."""
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push
-    offload.print_offload_summary_table = lambda *_: None  # the table asks all ranks
+    offload.print_offload_summary_table = lambda *_: None  # printing it is a collective
     # Selective recomputation of norms refills a storage from the rebuilt storage. There are no
     # values to copy, and torch's own copy would keep both fake storages alive for good.
     torch.UntypedStorage.copy_ = lambda storage, *_: storage  # type: ignore[method-assign]

@@ -57,8 +57,8 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no ty
 
 
 class UnequalAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
-    """Causal core attention of values with other columns than keys, which torch's flash operator
-    for a CPU refuses; it saves what a flash kernel saves."""
+    """Causal core attention for values with another head_dim than keys, which torch's flash
+    operator on a CPU refuses. It saves the tensors that a flash kernel saves."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -145,8 +145,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def layer_spec(job: PackageJob, policy: MegatronCore, first: int) -> tuple[Any, str]:
-    """The spec of a chunk's layers, of which the first has the global index `first`, and the name
-    of its core attention."""
+    """The spec of a chunk's layers, which begin with layer `first` of the model, and the name of
+    their core attention."""
     run = job.run
     if has_transformer_engine(job):
         return get_gpt_layer_with_transformer_engine_spec(), "TransformerEngine"

@@ -38,7 +38,7 @@ def of_model(setup: Setup) -> list[Reason]:
 
 
 TRACED_HERE = ("experts", "latent attention")
-"""The features of blocks, of those that Llama's and GPT's lack, that this baseline has."""
+"""Features that the blocks of Llama and GPT lack and that this baseline traces."""
 HAVE_OPTIONS = (
     *("rotary positions on a part of the heads", "no positions", "attention sinks"),
     *("layers that predict more tokens", "sparse attention", QUANTISED),
@@ -51,8 +51,8 @@ def _said(words: str) -> str:
 
 
 def _experts(setup: Setup) -> list[Reason]:
-    """What of experts is not run, and the two jobs with experts whose gradients are wrong beside a
-    right loss in 0.16.1."""
+    """Refusals of experts: features that are not run here, and two jobs in which 0.16.1 computes a
+    right loss but wrong gradients."""
     model, lay, experts = setup.model, setup.layout, setup.model.experts
     if experts is None:
         return []
@@ -77,8 +77,8 @@ def _experts(setup: Setup) -> list[Reason]:
 
 
 def _latent(setup: Setup) -> list[Reason]:
-    """What of latent attention is not run, and the job whose gradients are wrong beside a right
-    loss in 0.16.1."""
+    """Refusals of latent attention: features that are not run here, and a job in which 0.16.1
+    computes a right loss but wrong gradients."""
     model, lay = setup.model, setup.layout
     if model.latent is None:
         return []

@@ -8,15 +8,16 @@ RecomputeModule = Module
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 MIN_OFFLOADED = 2
-"""Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
-saves its seeds, which lie on the host."""
+"""The fewest elements of an offloaded tensor. Single numbers stay on the device: on CUDA fp32
+attention saves its random seeds, which are in host memory already."""
 TRACED: dict[str, tuple[str, ...]] = {
     "core_attn": ("causal_mask",),
     "layernorm": ("attn_norm_statistics", "mlp_norm_statistics"),
     "mlp": ("up_out_offset",),
     "mla_up_proj": ("rope_tables",),
 }
-"""What a module drops of the tensors that only the traced stack saves (stack.py)."""
+"""For each recomputed module, the tensors that it drops and that only the traced stack saves
+(stack.py)."""
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input", "attn_norm_statistics"),
     "qkv_linear": ("attn_norm_out",),

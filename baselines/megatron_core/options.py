@@ -1,7 +1,7 @@
 """The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
 
-Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  `flags` lists
-the facts that act in a job and have no option here as assumed.
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16. `flags` lists as assumed the facts
+that act in a job but have no option here.
 """
 
 import shlex
@@ -29,7 +29,8 @@ P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
 GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
 """The option for the dtype of gradients by its bytes; buffers and reductions have this dtype."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
-"""Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
+"""The options for the dtypes of moments, by the bytes of master weight and moments of an
+element."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
 DISPATCHERS = {
     "alltoall": "alltoall",
@@ -100,7 +101,7 @@ POLICY = ("fused_swiglu", "param_bytes")
 
 
 def stack_words(problem: Problem) -> list[str]:
-    """The options of the stack's facts, of those that a job has a use for."""
+    """The options of the stack's facts that matter to a job."""
     useful = _useful(problem)
     kernel = problem.system.attention_on(problem.cluster.generation)
     system = with_facts(problem.system, attention=kernel, cudnn_first=False)
@@ -109,7 +110,8 @@ def stack_words(problem: Problem) -> list[str]:
 
 
 def _useful(problem: Problem) -> dict[str, bool]:
-    """Whether a job has a use for the option of a fact; each job has one for those not here."""
+    """Whether the option of a fact matters to a job; options of facts that are not listed always
+    do."""
     lay, model, system = problem.layout, problem.workload.model, problem.system
     peers, stage = lay.dp * lay.cp > 1, lay.zero_stage if lay.state_shards > 1 else 0
     exchanges = lay.ep > 1 and lay.num_micro_batches > 1
@@ -133,7 +135,7 @@ def _useful(problem: Problem) -> dict[str, bool]:
 
 
 def facts_with_options(problem: Problem) -> set[str]:
-    """The facts that options give, or that need none."""
+    """The facts that options give, or whose default needs no option."""
     given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
     gathered = {"gather_bytes"} if problem.workload.fp8_params else set[str]()
     return {*POLICY, *given, *gathered}

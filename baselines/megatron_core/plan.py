@@ -135,8 +135,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no option can express under any policy, or that are not run
-        here although options express them (these end with NOT_RUN)."""
+        """The facts of a problem that no option can express under any policy. Reasons that end with
+        NOT_RUN are against jobs that have options but are not run here."""
         setup = setup_of(problem)
         hosted = (
             problem.system.host.optimizer_on_host,
@@ -157,8 +157,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [*of_model(setup), *of_layout(setup), _uneven(setup), *policy]
 
     def norms(self, model: Model) -> Reason:
-        """Whether norms are recomputed or offloaded, with the reason why this does nothing where
-        norms are part of linears, as all are but those before experts."""
+        """Whether the settings recompute or offload norms that are part of linears, where this has
+        no effect, with the reason. Only norms before experts are modules of their own."""
         idle = (
             {"attn_norm"} if model.expert_layers == model.num_layers else {"attn_norm", "mlp_norm"}
         )
@@ -170,7 +170,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:
-        """The layers in which norms are recomputed, if no other norms are modules."""
+        """The layers whose norms are recomputed, if only the norms before experts are modules of
+        their own; empty if all norms are, or none are recomputed."""
         outside = not _norms_in_linears(problem) or "layernorm" not in self.modules
         return () if outside else before_experts(problem)
 
@@ -183,7 +184,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def unit(self) -> int:
-        """The layers of a group: a chunk has whole groups."""
+        """The number of layers in a recomputation group; a chunk consists of whole groups."""
         return self.num_layers if (self.recompute, self.method) == ("full", "uniform") else 1
 
     def _reasons(self, problem: Problem, base: Plan) -> list[Reason]:
@@ -202,8 +203,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options give the layers of each stage of a plan, as the text of all stages
-        does."""
+        """Whether options can give each stage of a plan its layers: the text of all stages always
+        can."""
         return True
 
     @classmethod
@@ -308,8 +309,9 @@ def _chunk_sizes(base: Plan) -> set[int]:
 
 
 def _norms_in_linears(problem: Problem) -> bool:
-    """Whether norms are part of the linears after them: TransformerEngine's are, on which stacks
-    with fused norms run.  The stack that runs here without it has norms of its own (stack.py)."""
+    """Whether norms are part of the linears after them, as TransformerEngine's are, on which stacks
+    with fused norms run. The stack that runs here without TransformerEngine has separate norms
+    (stack.py)."""
     return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
 
 
@@ -394,8 +396,8 @@ def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
 def _dropping(
     problem: Problem, base: Plan, names: tuple[str, ...], routed: tuple[int, ...], *, dense: bool
 ) -> Plan:
-    """The plan that drops these tensors; `routed`: of norms only those before the experts of these
-    layers (empty: all norms), and with `dense` those in front of each MLP too."""
+    """The plan that drops these tensors. `routed`: only the norms before the experts of these
+    layers are dropped (empty: all norms are), and with `dense` the norms before each MLP too."""
     kept = kept_activations(problem, base) - ({"attn_norm_out"} if routed else set())
     dropped = tuple(sorted(set(names) & kept))
     if not dropped:

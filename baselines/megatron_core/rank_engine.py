@@ -44,7 +44,7 @@ def join_groups(job: PackageJob) -> Coordinates:
     """Make Megatron-core's process groups for a layout; return this rank's place in the groups."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
-    get_moe_layer_wise_logging_tracker().clear()  # of a job with another number of layers
+    get_moe_layer_wise_logging_tracker().clear()  # an earlier job may have had more layers
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=lay.tp,

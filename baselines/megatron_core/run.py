@@ -82,7 +82,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
     answer = RankAnswer(label=_label(parts, device.type), shim=parts, kernels=kernels)
     meter = Meter(device=device)
     engine.measured(meter, rig.config)
-    # With offloaded activations the first step is unlike all others: see `fake`.
+    # With offloaded activations the first step differs from all others: see fake_schedules.py.
     metered = min(1, job.steps - 1) if _policy(job).offload_modules else 0
     train(Trainer(engine, rig), job, answer, meter, metered)
     answer.host_peak_bytes = engine.pool_bytes()
@@ -94,7 +94,7 @@ class Trainer:
     """A rank's chunks under Megatron-core's schedule; see `baselines.common.training.Trainer`."""
 
     def __init__(self, engine: Any, rig: Any) -> None:
-        """`engine` is the module `step`, which can only be imported after the shim."""
+        """`engine`: the module `rank_engine`, which can only be imported after the shim."""
         self.engine, self.rig = engine, rig
         self.batches: list[MicroBatch] = []
         self.counted = 0

@@ -170,7 +170,7 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names only."""
+    """Define names that Megatron-core 0.16 uses without a test of HAVE_TE."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
@@ -178,12 +178,12 @@ def _te() -> None:
     if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):  # asked by the fp32 router
+    if not hasattr(moe_utils, "te_general_gemm"):  # the fp32 router looks it up
         moe_utils.te_general_gemm = None
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     latent.HAVE_TE = extension.HAVE_TE  # it has stand-ins of the package's classes
-    if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
+    if not hasattr(tp_random, "FP8GlobalStateManager"):  # looked up even with fp8 off
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
         tp_random.fp8_autocast = lambda **_: contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Extra tensors, not in the operator table, of Megatron-core 0.16.1 without TransformerEngine.
+"""The tensors beyond the operator table that Megatron-core 0.16.1 keeps without TransformerEngine.
 
 Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
@@ -137,8 +137,9 @@ class _Extras:
             )
 
     def head_norms(self) -> Iterator[Extra]:
-        """1/rms of each head of queries and of keys, and the projection's output, of which queries
-        (copied for their norm) and values (copied by attention) are kept once more."""
+        """1/rms of each head of queries and keys, and the projection's output. Of this output,
+        queries are kept a second time (copied for their norm), and so are values (copied by
+        attention)."""
         if not self.model.qk_norm:
             return
         for op, width in {"q_norm": self.s.q_width, "k_norm": self.s.kv_width}.items():
@@ -186,7 +187,8 @@ class _Extras:
             )
 
     def adds(self) -> Iterator[Extra]:
-        """A bias and dropout are operators of their own before a residual is added."""
+        """The operands of a residual addition. A bias and dropout are separate operators before
+        it."""
         steps = self.model.proj_bias + (self.model.dropout > 0)
         for op in ("attn_add", "mlp_add") if steps else ():
             yield self.made(
@@ -284,9 +286,9 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
 
 
 def _routing(policy: MegatronCore, problem: Problem) -> int:
-    """Bytes of a token that the dispatchers of a rank's layers keep until their next forward: the
-    probabilities by expert (fp32) and the map of tokens to experts.  Where the module is
-    recomputed, also the order of tokens, which is saved otherwise."""
+    """Bytes per token that the dispatchers of a rank's layers keep until their next forward: the
+    fp32 probabilities by expert and the map of tokens to experts. If the module is recomputed, they
+    also keep the order of tokens, which autograd saves otherwise."""
     model = problem.workload.model
     if model.experts is None:
         return 0

@@ -121,7 +121,7 @@ def attend(
         shape = " x ".join(str(n) for n in attn_mask.shape)
         raise NotRunnable(f"SDPA is given a mask of {shape}: no flash kernel takes one")
     if not is_causal:
-        raise NotRunnable("SDPA is not asked for causal attention")
+        raise NotRunnable("SDPA is called without is_causal")
     if dropout_p:
         raise NotRunnable(f"attention with dropout {dropout_p:g} is not modelled")
     if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:

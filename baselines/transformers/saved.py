@@ -27,9 +27,9 @@ _called: list[str] = []
 
 
 class SavedTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One storage that autograd keeps. Its name is the operator that kept it first and its number
-    among that operator's storages (`index`). Shape and dtype are the kept tensor's; bytes are the
-    storage's. `layers`: how many layers keep an equal storage."""
+    """One storage that autograd keeps, named by the operator that kept it first and by its number
+    among that operator's storages (`index`). Shape and dtype are those of the kept tensor, bytes
+    those of the storage. `layers`: the number of layers that keep an equal storage."""
 
     module: str
     function: str
@@ -94,7 +94,7 @@ class Recorder:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._states and key not in self._found:
-            self._alive.append(storage)  # an alive storage keeps its identity for itself
+            self._alive.append(storage)  # while it is alive, no other storage gets its id
             place = self._modules[-1] if self._modules else ""
             function = _function()
             called = _called[-1] if _called else ""

@@ -67,7 +67,7 @@ def build(config: PreTrainedConfig, setup: Setup) -> Any:
     kind = model_class(made)
     if setup.attention == "sdpa" and not kind._supports_sdpa:
         raise NotRunnable(f"{kind.__name__} of Transformers has no SDPA: eager or {FLASH}")
-    # A model that is made asks for flash_attn itself, or for a GPU; so the name is set afterwards.
+    # A model under construction requires flash_attn, or a GPU; so the name is set afterwards.
     kernel = "eager" if setup.attention == FLASH else setup.attention
     model = kind._from_config(made, dtype=DTYPES[setup.precision], attn_implementation=kernel)
     model.config._attn_implementation = setup.attention
@@ -78,7 +78,7 @@ def build(config: PreTrainedConfig, setup: Setup) -> Any:
 
 
 def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> StepTrace:
-    """A traced step; or, with `fake` false, a real step of a small model on this CPU."""
+    """A traced step, or with `fake` false a real step of a small model on this CPU."""
     if setup.attention != "eager":
         _no_squares(config, setup)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():

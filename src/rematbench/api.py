@@ -1,6 +1,6 @@
 """The Python interface of `import rematbench`, with the checks of the command line.
 
-Every wrong input raises a ValueError whose text is one line: what is wrong, where, and what is
+Every wrong input raises a ValueError with a message of one line: what is wrong, where, and what is
 allowed.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Problem = Job
-"""A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
-`model`, `cluster` and `system` are names or paths of files; parallel degrees and batches are whole
-numbers."""
+"""A job with the facts of the command line's options: `Problem(model="llama-7b", gpus=8, ...)`.
+`model`, `cluster` and `system` are names or paths of files; parallel degrees and batch sizes are
+whole numbers."""
 
 
 def load_method(
@@ -38,12 +38,12 @@ def load_method(
     problem: Job | None = None,
     **settings: Value,
 ) -> Composition:
-    """The method that a text names, with its parameters.  The text has the form that `simulate`
-    takes: a name (`memo:alpha=0.3+mst`), a row's name of `compare`, or the path of a method file
+    """The method that a text names, with its parameters, as for the command `simulate`: a name
+    (`memo:alpha=0.3+mst`), the name of a row of `compare`, or the path of a method file
     (`mine.py`).
 
     Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  With a
-    `problem`, operators of a policy that its stack lacks are left out, as on the command line.
+    `problem`, a policy leaves out the operators that the problem's stack lacks.
     Raises MethodError for an unknown method or a wrong parameter.
     """
     if str(text).endswith(".py"):
@@ -54,7 +54,7 @@ def load_method(
 
 def simulate(problem: Job, method: str | Composition | Method, *, checked: bool = False) -> Result:
     """Simulate a method (a name, a result of `load_method`, or an object with `plan`) on a problem.
-    `checked` also proves the lowered plan safe (evaluate/proof.py).
+    `checked` also proves the order of the plan's actions safe (evaluate/proof.py).
 
     Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
     """
@@ -73,10 +73,10 @@ def simulate(problem: Job, method: str | Composition | Method, *, checked: bool 
 
 
 def estimate(model: str | Path, *, method: str = IDENTITY, **facts: Any) -> Estimate:
-    """Whether a job fits: bytes by rank and kind, the verdict with its margin, why, and options
-    that would fit; `print` shows it.  `model`: a name, a config.json or a file; `facts`: those of a
-    Problem (`cluster`, `gpus`, `seq_len`, degrees, what trains, precision), by default one GPU and
-    as many micro-batches as the pipeline has stages.
+    """Whether a job fits: the verdict with its margin, bytes by rank and kind, the reason, and
+    changes that would make it fit; `print` shows the answer.  `model`: a name, a config.json or a
+    file; `facts`: keyword arguments of Problem, by default one GPU and as many micro-batches as the
+    pipeline has stages.
 
     Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
     """
@@ -93,11 +93,10 @@ def compare(
     processes: int = 2,
 ) -> "pd.DataFrame":
     """Every method, composition and baseline policy on one problem, best first, with the columns of
-    the CSV file of `rematbench compare` (base SI units, fractions; missing values if there is
-    none).
+    the CSV file of `rematbench compare` (base SI units and fractions; unknown values are missing).
 
-    `also` adds methods by name; `only` keeps the named methods; `folders` hold further method
-    files.  Each method may take `limit_s` CPU seconds.
+    `also` adds methods by name; `only` restricts the rows to the named methods; `folders` contain
+    further method files.  Planning a method may take `limit_s` CPU seconds.
     """
     _check_lists(also=also, only=only, folders=folders)
     _check_counts(limit_s=limit_s, processes=processes)
@@ -124,12 +123,12 @@ def search(
     processes: int = 2,
 ) -> "pd.DataFrame":
     """The fastest layouts and plans of a problem, best first, with the columns of the CSV file of
-    `rematbench search`; `attrs["gap"]` is the share of the first row's step time by which another
-    plan may be shorter.
+    `rematbench search`; no plan of the space is shorter than the first row's step by more than
+    the share `attrs["gap"]`.
 
-    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, sp, cp, ulysses, pp,
-    vpp, micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search
-    to the named methods and their compositions.
+    The search ignores the degrees of `problem`, holds those in `fixed` (tp, sp, cp, ulysses, pp,
+    vpp, micro_batch, zero_stage) and tries all values of the others.  `methods` restricts it to
+    the named methods and their compositions.
     """
     if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
@@ -159,7 +158,7 @@ def search(
 
 
 def _frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
-    """Rows as a DataFrame.  pandas takes a third of a second to import, which `simulate` saves."""
+    """Rows as a DataFrame.  `simulate` avoids the import of pandas, which takes 0.3 seconds."""
     import pandas as pd  # noqa: PLC0415
 
     return pd.DataFrame(rows)
@@ -178,7 +177,7 @@ def _check_counts(**given: object) -> None:
 
 
 def _job(problem: Job) -> PlannedJob:
-    """The job of a problem; ConfigError for an argument that is no Problem."""
+    """The planned job of a problem; ConfigError for an argument that is no Problem."""
     if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
     return planned(problem)

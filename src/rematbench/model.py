@@ -42,15 +42,16 @@ BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The mixture of experts that replaces the MLP in all layers but `dense_layers`.
+    """The mixture of experts that replaces the MLP in all layers except `dense_layers`.
 
-    - `count`: experts of a layer; `active`: experts of a token (top-k); `ffn`: columns of an
-      expert, an MLP of the model's kind and biases.
-    - `shared_ffn`: columns of the MLP that every token passes beside its experts (0: none);
-      `shared_gate`: a linear to one column scales its output.
-    - `router`: how a router's logits become probabilities; `router_bias`: whether its linear has a
-      bias; `groups`: a token's experts are chosen from some of so many groups of experts.
-    - `aux_loss`: the coefficient of the loss that balances the router (0: none).
+    - `count`: experts per layer; `active`: experts per token (top-k); `ffn`: columns of an expert,
+      which is an MLP with the model's activation and biases.
+    - `shared_ffn`: columns of the shared expert, an MLP that every token passes (0: none);
+      `shared_gate`: whether a linear to one column scales the shared expert's output.
+    - `router`: the function that turns the router's logits into probabilities; `router_bias`:
+      whether the router's linear has a bias; `groups`: experts are divided into this many groups,
+      and a token's experts come from a few of them.
+    - `aux_loss`: the coefficient of the router's load-balancing loss (0: none).
     """
 
     count: Width
@@ -66,15 +67,15 @@ class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latent attention: queries, and keys with values, are projected down to few columns, normed,
-    and projected up to heads (DeepSeek-V2, arXiv 2405.04434).
+    """Latent attention: queries, and keys together with values, are projected down to few columns,
+    normed, and projected up to heads (DeepSeek-V2, arXiv 2405.04434).
 
-    - `q_rank`: columns of compressed queries (0: queries are projected at once); `kv_rank`: columns
-      of compressed keys and values.
-    - `nope`, `rope`: columns of a head of queries and of keys without and with rotary positions;
-      all heads of keys share the latter.  `v`: columns of a head of values.
-    - `index_heads`, `index_dim`, `index_top`: an indexer of so many heads and columns chooses so
-      many tokens for each query (sparse attention, DeepSeek-V3.2; 0: attention to all tokens).
+    - `q_rank`: columns of the compressed queries (0: queries are not compressed); `kv_rank`:
+      columns of the compressed keys and values.
+    - `nope`, `rope`: columns of a query or key head without and with rotary positions; all key
+      heads share the latter.  `v`: columns of a value head.
+    - `index_heads`, `index_dim`, `index_top`: heads and head columns of the indexer of sparse
+      attention, and the tokens that it selects per query (DeepSeek-V3.2; 0: no indexer).
     """
 
     q_rank: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
@@ -91,7 +92,7 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.nope + self.rope
 
     def matrix_parameters(self, hidden: int, heads: int) -> int:
-        """Parameters of the projections to queries, keys and values, and of the indexer's."""
+        """Parameters of the projections to queries, keys and values, and of the indexer."""
         q = self.q_rank * (hidden + heads * self.qk) if self.q_rank else hidden * heads * self.qk
         kv = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.v)
         index = hidden * (self.index_dim + self.index_heads)
@@ -99,10 +100,11 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
-    `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
-    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads.
-    `home`: where the table and its states are; on the host it is refused with its bytes."""
+    """Memory layers: their MLP is a lookup in one shared table of keys x keys rows, each as wide as
+    the hidden states.  `layers`: global indices, ascending; the first layer holds the table.
+    `heads`: queries per token, with `key_dim` columns each; `keys`: sub-keys for each half of a
+    query; `top`: rows that a query reads.  `home`: where the table and its optimizer states are; a
+    table on the host is refused, with its bytes."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
@@ -117,7 +119,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
     @property
     def picked(self) -> int:
-        """Rows that a token reads in a layer."""
+        """Rows that a token reads in one layer."""
         return self.heads * self.top
 
     def matrix_parameters(self, hidden: int) -> int:
@@ -126,41 +128,41 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer, with the terms of its published config.
+    """A decoder-only transformer, in the terms of its published config.
 
-    - `attention_window`: one entry for each layer (0: full causal attention), or empty if every
-      layer attends to the whole prefix.
-    - `vocab`: the published vocabulary (a system may pad it: `System.padded_vocab`).
+    - `attention_window`: the window of each layer in tokens (0: full causal attention), or empty if
+      every layer attends to the whole prefix.
+    - `vocab`: the published vocabulary (a stack may pad it: `System.padded_vocab`).
     - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
-      two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
-      in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
-      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
-    - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
-      each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
-      of attention and MLP.  `embedding_norm`: a norm after the embedding.
+      two trainable scalars.  `activation_steps`: how many tensors of `ffn` columns the activation
+      saves besides its input if eager operators compute it (tanh approximations of GELU).
+      `glu_clamp`: experts clamp both halves of the input of their gated activation.
+    - `block`: in `parallel` blocks attention and MLP read the same residual stream, each through a
+      norm or both through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the
+      output of attention and MLP.  `embedding_norm`: a norm after the embedding.
     - `norm_bias`: whether a LayerNorm has a bias; `norm_weight`: whether norms have a weight;
       `norm_offset`: norms scale by 1 + weight (Gemma); `norm_in_fp32`: eager norms apply their
       weight before the cast to 16 bits.
-    - `qk_norm`: a norm over each head of queries and of keys.  `qk_norm_weights`: one weight for
-      all heads (`head`), a weight and no bias for each head (`each_head`), one norm over the
-      whole width (`width`), or no weight (`none`).
-    - `rotary_share`: the share of the elements of queries and keys that rotary positions turn, a
-      mean over layers.
+    - `qk_norm`: a norm over each query and key head.  `qk_norm_weights`: all heads share a weight
+      (`head`), each head has a weight and no bias (`each_head`), one norm covers the whole width
+      (`width`), or the norm has no weight (`none`).
+    - `rotary_share`: the share of query and key elements to which rotary positions apply, averaged
+      over layers.
     - `dropout` applies to the outputs of attention and MLP.  `attention_dropout` (on attention
-      probabilities) and `embedding_dropout` are equal to `dropout` if they are not given.
-    - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
-      in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
-    - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
-    - `latent`: queries, keys and values pass through few columns; `head_dim` is then the columns of
-      a head of queries and keys, and every head has keys and values of its own.
-    - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
+      probabilities) and `embedding_dropout` equal `dropout` by default.
+    - `attention_chunked`: a layer's window is a chunk, and a token attends only to earlier tokens
+      of its chunk.  `attention_sinks`: each head has a trainable logit beside its scores.
+    - `experts`: a mixture of experts replaces the MLP; `ffn` is then the width of dense layers.
+    - `latent`: latent attention; `head_dim` is then the width of a query or key head, and every
+      head has its own keys and values.
+    - `mtp_layers`: layers after the last one that each predict one more token (multi-token
       prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
       of the next token by a linear, and uses the model's embedding and output projection.
-    - `layer_groups`: the layers share the weights of so many different ones, in equal runs (0: each
-      has its own).  `embedding_width`: columns of the embedding, which a linear widens,
-      and to which the head narrows (0: the hidden columns).  `attends_all`: a token attends to the
-      tokens behind it too.  All three are ALBERT's (arXiv 1909.11942).
-    - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
+    - `layer_groups`: number of equal runs of layers that share their weights (0: no sharing).
+      `embedding_width`: columns of a narrow embedding, which a linear widens to the hidden columns
+      and the head narrows to again (0: not narrow).  `attends_all`: a token also attends to later
+      tokens.  ALBERT has all three (arXiv 1909.11942).
+    - `max_positions`: 0 with learned positions means the sequence length of the Workload.
     """
 
     name: str
@@ -218,28 +220,29 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_width(self) -> int:
-        """Columns of the keys (without latent attention also of the values): KV heads x
-        head_dim."""
+        """Columns of the keys, KV heads x head_dim; those of the values too, unless attention is
+        latent."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Columns of a head of values."""
+        """Columns of a value head."""
         return self.latent.v if self.latent else self.head_dim
 
     @property
     def sparse_attention(self) -> bool:
-        """Whether an indexer chooses the tokens to which a query attends."""
+        """Whether an indexer selects the tokens to which a query attends."""
         return self.latent is not None and self.latent.index_top > 0
 
     def memory_of(self, layer: int) -> str:
-        """Whether a layer `owns` the table of memory layers or `borrows` it; empty for others."""
+        """`owns` for the memory layer that holds the table, `borrows` for the other memory layers,
+        empty for all other layers."""
         if self.memory is None or layer not in self.memory.layers:
             return ""
         return "owns" if layer == self.memory.layers[0] else "borrows"
 
     def owner(self, layer: int) -> int:
-        """The first layer that has the weights of a layer."""
+        """The first layer of the run of layers with which a layer shares its weights."""
         if not self.layer_groups or layer >= self.num_layers:
             return layer
         run = self.num_layers // self.layer_groups
@@ -252,13 +255,13 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def untimed(self) -> str:
-        """Why the model's operators have no seconds; empty if they have."""
+        """Why no rates exist for the model's operators; empty if they do."""
         words = "sparse attention (an indexer chooses the tokens of each query)"
         return words * self.sparse_attention
 
     @property
     def out_width(self) -> int:
-        """Columns of attention's output: heads x columns of values."""
+        """Columns of attention's output: heads x columns of a value head."""
         return self.num_heads * self.v_dim
 
     @property
@@ -282,8 +285,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def special_features(self) -> tuple[str, ...]:
-        """The features, in words, that the blocks of Llama, GPT and Gemma do not have.  Code that
-        builds only those blocks refuses these features by name."""
+        """The model's features, in words, that the blocks of Llama, GPT and Gemma lack.  Code that
+        builds only such blocks refuses the model and names these features."""
         features = {
             "attention and MLP in parallel": self.block != "sequential",
             "blocks without norms at their input": not self.pre_norm,
@@ -341,7 +344,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.norm_parameters_of(self.head_dim if self.qk_norm_weights == "head" else width)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer (global index) has one MLP and no experts."""
+        """Whether a layer (global index) has an MLP instead of experts."""
         return self.experts is None or layer in self.experts.dense_layers
 
     @property
@@ -367,8 +370,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Parameters of one layer's attention linears, which tensor parallelism splits (of latent
-        attention all but the projections to few columns)."""
+        """Parameters of one layer's attention linears.  Tensor parallelism splits them, except the
+        down-projections of latent attention."""
         if self.latent is not None:
             inside = self.latent.matrix_parameters(self.hidden, self.num_heads)
             return inside + self.hidden * self.out_width
@@ -390,7 +393,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of one layer's router and of the gate of its shared expert."""
+        """Parameters of one layer's router and of its shared expert's gate."""
         given = self.experts
         if given is None:
             return 0
@@ -398,8 +401,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def active_layer_matrices(self) -> int:
-        """Parameters of the matrices of all layers that one token passes, also of those that
-        predict more tokens."""
+        """Parameters of the matrices that one token passes in all layers, prediction layers
+        included."""
         every, sparse = self.num_layers + self.mtp_layers, 0
         total = every * self.attention_matrix_parameters + self.mtp_layers * self.join_parameters
         if self.experts is not None:
@@ -422,35 +425,34 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output projection, even if it is tied to the embedding."""
+        """Parameters of the output projection, counted even if it is tied to the embedding."""
         return self.vocab * self.narrow
 
     @property
     def parameters(self) -> int:
-        """All trainable parameters, without those of layers that predict more tokens."""
+        """All parameters, without those of prediction layers (`prediction_parameters`)."""
         return self._with_experts(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """The trainable parameters that one token passes: of a layer's experts the `active` ones,
-        and everything else."""
+        """The parameters that one token passes: all but those of inactive experts."""
         return self._with_experts(self.experts.active if self.experts else 0)
 
     @property
     def prediction_parameters(self) -> int:
-        """Trainable parameters of the layers that predict more tokens: of each the linear that
-        joins hidden states and an embedding, a norm of each of these, a layer, and a norm."""
+        """Parameters of the prediction layers.  Each has norms of the hidden states and of the
+        embedding, a linear that joins both, a decoder layer, and a final norm."""
         count = self.experts.count if self.experts else 0
         layer = self._layer_parameters(count, dense=self.experts is None)
         return self.mtp_layers * (layer + self.join_parameters + 3 * self.norm_parameters)
 
     @property
     def join_parameters(self) -> int:
-        """Parameters of the linear that joins hidden states and an embedding."""
+        """Parameters of a prediction layer's linear that joins hidden states and embedding."""
         return 2 * self.hidden * self.hidden
 
     def _layer_parameters(self, count: int, *, dense: bool) -> int:
-        """Trainable parameters of a layer: with one MLP, or with `count` experts."""
+        """Parameters of a layer with an MLP (`dense`) or with `count` experts."""
         attention = self.attention_matrix_parameters + self.attention_vector_parameters
         if dense or self.experts is None:
             return attention + self.mlp_parameters(self.ffn)
@@ -459,7 +461,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return attention + experts + (self.mlp_parameters(shared) if shared else 0)
 
     def _with_experts(self, count: int) -> int:
-        """Trainable parameters with `count` experts in each layer that has experts."""
+        """Parameters of the model with `count` experts in each layer that has experts."""
         dense = (self.layer_groups or self.num_layers) - self.expert_layers
         layers = dense * self._layer_parameters(count, dense=True)
         if self.experts is not None:

@@ -17,18 +17,18 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
 Shape = Literal["zb-v", "v-half", "v-min"]
-"""Schedules whose chunks turn back at the last rank: rank r has the virtual stages r and 2 pp - 1 -
-r, so rank 0 has the embedding and the head.  Weight gradients have separate passes."""
+"""V-shaped schedules: rank r holds the virtual stages r and 2 pp - 1 - r, so rank 0 holds both ends
+of the model.  Weight gradients are separate passes."""
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced", Shape
 ]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
-"""Schedules with separate passes for weight gradients.  The number says how many more warm-up
-passes a rank has than the next rank, and by how many passes its weight gradients come earlier."""
+"""Schedules of 1F1B in which weight gradients are separate passes.  Value: the passes by which a
+rank's warm-up exceeds that of the next rank, and by which its weight gradients come earlier."""
 VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
-"""1F1B schedules in which all stages share the vocabulary, with the number of barriers of a
-micro-batch that overlap other passes (interlaced: none, because all stages wait for each other)."""
+"""Schedules of 1F1B in which all stages share the vocabulary.  Value: the barriers per micro-batch
+that overlap with other passes (interlaced: passes wait for each other)."""
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 class PlanError(UserError):
-    """A plan that cannot be lowered; the message names the rule, the site or the number."""
+    """A plan that cannot be lowered; the message names the rule and the site or number."""
 
 
 class Unsupported(Struct, frozen=True):
@@ -52,8 +52,8 @@ class Keep(Struct, frozen=True, tag="keep"):
 
 
 class Group(Struct, frozen=True, tag="group"):
-    """The recompute scope of several layers: layers first..last (global indices) are recomputed
-    once, in forward order, before the first backward operator of the group.  Groups of one chunk do
+    """A recompute scope of several layers: layers first..last (global indices) are recomputed
+    together, in forward order, before the group's first backward operator.  Groups of a chunk must
     not overlap."""
 
     first: NonNegativeInt
@@ -64,9 +64,8 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """The time at which recomputation is hidden: during a collective of operator `op` in
-    `direction`, `layer_offset` layers before the consumer, or before the pipeline's receive or
-    send."""
+    """The communication behind which recomputation is hidden: a collective of operator `op` in
+    `direction`, `layer_offset` layers before the consumer, or the pipeline's receive or send."""
 
     op: str
     direction: Literal["forward", "backward", "before_recv", "before_send"]
@@ -78,7 +77,7 @@ class Recompute(Struct, frozen=True, tag="recompute"):
 
     `scope` says when: just before each consumer, at the start of the layer's backward, or once for
     a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as in
-    Megatron's full recomputation), not only the operators that the missing tensors need.
+    Megatron's full recomputation), not only those that the missing tensors need.
     """
 
     scope: Scope | Group = "consumer"
@@ -92,9 +91,9 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 # Why: docs/decisions/plan.md, Is a share of bytes approximated by a share of rows?
 class Split(Struct, frozen=True, tag="split"):
-    """Divide the rows of a tensor: floor(rows x offload) rows are offloaded to the host, floor(rows
-    x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's shard, the
-    same before and after a gather."""
+    """Treat the rows of a tensor differently: floor(rows x offload) rows are offloaded to the host,
+    floor(rows x recompute) rows are recomputed, and the rest are kept.  A row is a token of the
+    rank's shard, the same before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -102,9 +101,9 @@ class Split(Struct, frozen=True, tag="split"):
 
 
 class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
-    """Offload a share `alpha` of the saved BYTES of one (chunk, micro-batch), rounded up to
-    `granularity`.  Tensors under `min_bytes` are kept.  Whole tensors are offloaded, the largest
-    first; the tensor at the boundary is split.  Nothing is recomputed (as in ATC'24)."""
+    """Offload a share `alpha` of the bytes that a chunk saves for a micro-batch, rounded up to a
+    multiple of `granularity` bytes: whole tensors, the largest first, and a part of the last one.
+    Tensors under `min_bytes` are kept.  Nothing is recomputed (as in ATC'24)."""
 
     alpha: Fraction
     granularity: PositiveInt = MIB
@@ -125,10 +124,10 @@ def leaves(fate: Fate) -> bool:
 
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sites that a rule applies to; None means all.  `layers` are global indices;
-    `micro_batches` is a half-open range [first, last); `slices` are numbers of slices.  `kept`:
-    only sites that all earlier rules keep whole on the device, so that a composed method overrides
-    no decision of its base."""
+    """The sites to which a rule applies; None selects all.  `layers` are global indices,
+    `micro_batches` is a half-open range [first, last), and `slices` are slice numbers.  `kept`
+    restricts the rule to sites that all earlier rules keep whole on the device, so that a composed
+    method overrides no decision of its base."""
 
     stages: tuple[int, ...] | None = None
     chunks: tuple[int, ...] | None = None
@@ -143,29 +142,29 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 # Why: docs/decisions/plan.md, Does a plan answer "fate of this site?" by a callback?
 class Rule(Struct, frozen=True):
-    """A fate for selected sites.  The last rule that matches a site decides its fate; a rule that
-    matches no site is an error."""
+    """A fate for the selected sites.  The last matching rule decides the fate of a site; a rule
+    that matches no site is an error."""
 
     select: Select
     fate: Fate
 
 
 class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The times of copies of offloaded tensors, and the device memory that they use.
+    """When offloaded tensors are copied, and which device memory the copies use.
 
     `granularity` chunk: the D2H copy is issued when the chunk's forward ends, and the device tensor
-    is freed after the rank's next pass (`release_lag` passes); the H2D copy is issued when the
-    previous backward starts.  Both copies overlap with a pass.
+    is freed `release_lag` passes of the rank later; the H2D copy is issued when the previous
+    backward starts.  Both copies overlap with a pass.
     `granularity` layer: the D2H copy is issued after each layer's forward, and the device tensor is
     freed after the next layer (for a chunk's last layer: after the rank's next pass, unless that
     pass is the chunk's own backward); the H2D copy is issued `prefetch_layers` layers ahead in the
-    backward (that chunk's last layer: before the rank's preceding pass, into fresh memory).
+    backward (for a chunk's last layer: before the rank's preceding pass, into fresh memory).
     `before_send_phases`: phases in which the copy during a forward must end before that forward's
-    send starts (copies then never share the link with point-to-point traffic).
-    `reload_slots`: number of staging slots, which alternate (0: fresh memory).  With chunk
-    granularity a slot holds a reloaded chunk.  With layer granularity the slots are rounding
-    buffers in both directions: a layer may write into a slot when the copies of the slot's previous
-    layer are complete.
+    send starts, so that copies never share the link with point-to-point traffic.
+    `reload_slots`: number of alternating staging slots (0: fresh memory).  With chunk granularity a
+    slot holds a reloaded chunk.  With layer granularity the slots are rounding buffers in both
+    directions: a layer may write into a slot once the copies of the slot's previous layer are
+    complete.
     """
 
     granularity: Literal["chunk", "layer"] = "chunk"
@@ -176,13 +175,13 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Place = Literal["device", "host", "visit"]
-"""The place of a piece of optimizer states: resident on the device; in host memory and updated by
-the CPU; in host memory and copied to the device for its update there."""
+"""Where a piece of optimizer states lives: on the device; in host memory, updated by the CPU; or in
+host memory, copied to the device for each update."""
 
 
 class Piece(Struct, frozen=True):
     """A piece of a rank's optimizer states: parameters [start, start + count) of the rank's share,
-    counted in the order in which gradients become ready (from the last unit to the first)."""
+    in the order in which gradients become ready (from the last unit to the first)."""
 
     number: int
     place: Place
@@ -195,13 +194,13 @@ class Piece(Struct, frozen=True):
 
 
 class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Optimizer states in pieces of `size` parameters of a rank's share; the last is the rest.
+    """Optimizer states in pieces of `size` parameters of a rank's share; the last may be smaller.
 
     `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
-    start as soon as their gradients are reduced in the last backward.  `clip`: the update scales
-    gradients by the norm of all, which a piece that starts earlier cannot.  `slots`: visits in
-    flight; their copies, and the cast and copy of weights that the host updated, run beside other
-    updates.  With 0 slots each piece follows the piece before it.
+    start as soon as their gradients are reduced in the last backward.  `clip`: the update clips
+    gradients by that norm, so it cannot be combined with an earlier start.  `slots`: visits in
+    flight, whose copies overlap with other updates, as do the cast and copy of weights that the
+    host updated.  With 0 slots pieces run one by one.
     """
 
     size: PositiveInt = 100_000_000
@@ -212,18 +211,18 @@ class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The storage of one kind of state, and the times at which it is gathered.
+    """Where one kind of state is stored, and when it is gathered.
 
     `shards`: the number of ranks that share the state.  `gather`: per step (after the optimizer) or
-    per layer (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered
-    copy is freed after its forward, after its backward, or after the rank's last pass, so that one
-    gather serves all micro-batches (never: a state gathered per step is gathered in place).  Whole
-    gradients that are released after the last pass add up until then, and are reduced once.
+    per layer (before each use, `prefetch_layers` ahead).  `release`: a layer's gathered copy is
+    freed after its forward, after its backward, or after the rank's last pass of a step, so that
+    one gather serves all micro-batches (never: a state gathered per step is gathered in place).
+    With release per step, whole gradients accumulate until the last pass and are reduced once.
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
     (the root group of FSDP).  `update` (optimizer): once per step, or per layer as soon as the
     layer's gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
-    `pieces` (optimizer at home on the host): where each piece of the states is updated; with
-    gradients at home on the host, only those of pieces that the host updates leave the device.
+    `pieces` (optimizer with home host): where each piece of the states is updated; if gradients
+    have home host too, only those of pieces that the host updates leave the device.
     """
 
     kind: StateKind
@@ -247,7 +246,7 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def counts(self, count: int) -> dict[Place, int]:
-        """The parameters at each place, of a rank's share of `count` parameters."""
+        """The number of parameters at each place, for a rank's share of `count` parameters."""
         found: dict[Place, int] = {"device": 0, "host": 0, "visit": 0}
         for piece in self.cut(count):
             found[piece.place] += piece.count
@@ -255,10 +254,10 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class MiniSequence(Struct, frozen=True, omit_defaults=True):
-    """Compute a run of operators in `count` pieces: of the rank's rows, if they are row-local, or,
-    from the projection to queries to the end of attention, of its heads (`of`).  In its backward, a
-    piece of heads recomputes the inputs of attention, and the output in row order from the output
-    in head order (Untied Ulysses, arXiv 2602.21196)."""
+    """Compute the consecutive operators `ops` in `count` pieces: pieces of rows for row-local
+    operators, or pieces of heads from the query projection to the end of attention (`of`).  The
+    backward of a piece of heads recomputes the inputs of attention, and gets its output in row
+    order from that in head order (Untied Ulysses, arXiv 2602.21196)."""
 
     ops: tuple[str, ...]
     count: PositiveInt
@@ -266,9 +265,9 @@ class MiniSequence(Struct, frozen=True, omit_defaults=True):
 
 
 class Pass(NamedTuple):
-    """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True); a backward
-    (False); the half of a backward for gradients of inputs ("B") or of weights ("W"); or, for a
-    vocabulary that all stages share, logits and softmax ("S") or the gradient of its weights
+    """One pass of a chunk for a micro-batch on a rank.  `kind`: a forward (True); a backward
+    (False); half of a backward, for the gradients of inputs ("B") or of weights ("W"); or a part of
+    a vocabulary that all stages share: logits and softmax ("S"), or the gradient of its weights
     ("T")."""
 
     kind: bool | Literal["B", "W", "S", "T"]
@@ -281,7 +280,7 @@ class Pass(NamedTuple):
 
     @property
     def backward(self) -> bool:
-        """Whether the pass is a backward, or its first half."""
+        """Whether the pass is a whole backward or its first half."""
         return self.kind in (False, "B")
 
     @property
@@ -291,7 +290,7 @@ class Pass(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the pass frees what the forward kept: a whole backward, or its second half."""
+        """Whether the pass frees what the forward kept: a whole backward or its second half."""
         return self.kind in (False, "W")
 
 
@@ -300,16 +299,16 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions of a method.
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
-    rank 0, the head after the last chunk of the last rank (of a V shape, of rank 0).  `orders` are
-    explicit passes for each rank (empty: the order of `schedule`).  `slices`: tokens of the slices
-    of a sequence that have passes of their own (empty: whole sequences); pass n is of slice n
-    modulo their number.  `held`: layer outputs that a checkpointing policy keeps until their
-    layer's backward although no operator there reads them (PyTorch's selective checkpointing caches
-    what it does not recompute).  `addresses`: activation addresses come from the framework's
-    allocator at run time, or are planned before the step (as MEMO does; the executor leaves them to
-    torch).  `cuts`: virtual stages whose input needs no gradient; the stage before has a head and a
-    loss of its own, so the plan trains another objective (local learning).  `fit`: numbers that the
-    method derived, for tables.
+    rank 0, the head after the last chunk of the last rank (of rank 0 in V-shaped schedules).
+    `orders`: an explicit order of passes for each rank (empty: that of `schedule`).  `slices`: the
+    tokens of each slice of a sequence, if slices run as separate passes (empty: whole sequences);
+    pass n belongs to slice n modulo their number.  `held`: layer outputs that a checkpointing
+    policy keeps until their layer's backward although no operator there reads them (PyTorch's
+    selective checkpointing caches what it does not recompute).  `addresses`: addresses of
+    activations come from the framework's allocator at run time, or are planned before the step (as
+    MEMO does; the executor leaves them to torch).  `cuts`: virtual stages whose input gets no
+    gradient; the stage before has its own head and loss, so the plan trains another objective
+    (local learning).  `fit`: numbers that the method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -334,7 +333,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, slices=slices, schedule="1f1b")
 
     def turned(self, shape: Shape) -> "Plan":
-        """This plan, which has two chunks per rank, under a schedule whose chunks turn."""
+        """This plan, with two chunks per rank, under a V-shaped schedule."""
         there, back = zip(*self.partition, strict=True)
         partition = tuple(zip(there, reversed(back), strict=True))
         return msgspec.structs.replace(self, partition=partition, schedule=shape)
@@ -345,16 +344,17 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def turns(self) -> bool:
-        """Whether the chunks turn back at the last rank."""
+        """Whether the schedule is V-shaped."""
         return self.schedule in SHAPES
 
     @property
     def head_rank(self) -> int:
+        """The rank that holds the head."""
         return 0 if self.turns else len(self.partition) - 1
 
     @property
     def virtual(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of every chunk, in the order of the virtual stages."""
+        """The layers of each virtual stage, in pipeline order."""
         chunks = [[*chunks] for chunks in zip(*self.partition, strict=True)]
         if self.turns:
             chunks[-1].reverse()
@@ -362,7 +362,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def halves(self) -> bool:
-        """Whether weight gradients have passes of their own."""
+        """Whether weight gradients are separate passes."""
         apart = any(item.kind == "W" for order in self.orders for item in order)
         return apart or (self.schedule in (*ZERO_BUBBLE, *SHAPES) and not self.orders)
 
@@ -375,10 +375,10 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
-    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad).  If a rank has more chunks than stay
-    gathered, the schedule gathers a chunk before its pass (here layer by layer)."""
+    optimizer.  Pipelines gather and reduce once per step, because FSDP2's stages neither reshard
+    nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
+    backward_maybe_with_nosync and perform_reduce_grad).  If a rank has more chunks than torch keeps
+    gathered, a chunk is gathered before each pass, here layer by layer."""
     shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
@@ -414,20 +414,20 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
-    """Whether a layer's weights are put into a buffer before each use: gathered from data-parallel
-    peers, copied from host memory, or both."""
+    """Whether a layer's weights are brought into a buffer before each use: gathered from peers,
+    copied from host memory, or both."""
     elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
 
 
 def refusal(words: str, reasons: Mapping[str, bool]) -> str:
-    """`words` and the first reason that holds; empty if none does."""
+    """`words` followed by the first reason that holds; empty if none holds."""
     return next((f"{words} {name}" for name, holds in reasons.items() if holds), "")
 
 
 def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
-    """The choices for states that exclude passes of a part of the work (half backwards, slices),
-    and whether the plan makes them."""
+    """The state fates that exclude slices and separate weight gradients, each with whether the plan
+    has it."""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
     return {
@@ -438,7 +438,7 @@ def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
 
 
 def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
-    """Why a plan's separate passes for weight gradients are not lowered; empty if they are."""
+    """Why a plan with separate passes for weight gradients cannot be lowered; empty if it can."""
     if not plan.halves:
         return ""
     reasons = {
@@ -450,18 +450,18 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
     }
-    return refusal("weight gradients in passes of their own are not lowered with", reasons)
+    return refusal("separate passes for weight gradients are not lowered with", reasons)
 
 
 def slices_refusal(
     plan: Plan, system: System, layout: Layout, work: Workload, attention: str
 ) -> str:
-    """Why a plan's slices of a sequence are not lowered; empty if they are."""
+    """Why a plan with slices of sequences cannot be lowered; empty if it can."""
     if not plan.slices:
         return ""
     model, total = work.model, sum(plan.slices)
     if total != work.seq_len:
-        return f"the slices have {total} tokens in all, but a sequence has {work.seq_len}"
+        return f"the slices have {total} tokens in all, but seq_len is {work.seq_len}"
     reasons = {
         "context parallelism": layout.cp > 1 or layout.ulysses > 1,
         "several chunks on a rank": layout.vpp > 1 and plan.schedule != "interleaved_1f1b",
@@ -473,7 +473,7 @@ def slices_refusal(
         "layers that predict more tokens": model.mtp_layers > 0,
         "packed documents": work.packed,
         "mini-sequences": bool(plan.mini_sequences),
-        "weight gradients or a vocabulary in passes of their own": plan.halves
+        "separate passes for weight gradients or a shared vocabulary": plan.halves
         or plan.schedule in VOCABULARY,
         **_of_states(plan, layout),
     }
@@ -481,7 +481,7 @@ def slices_refusal(
 
 
 def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
-    """Why a vocabulary that all stages share is not lowered; empty if it is."""
+    """Why a plan with a vocabulary that all stages share cannot be lowered; empty if it can."""
     if plan.schedule not in VOCABULARY:
         return ""
     model = work.model
@@ -494,4 +494,4 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "weights that do not train": work.partly,
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
-    return refusal("a vocabulary over all stages is not lowered with", reasons)
+    return refusal("a vocabulary that all stages share is not lowered with", reasons)

@@ -1,4 +1,4 @@
-"""One planning problem, frozen: workload, cluster, system, layout, sites and costs."""
+"""One immutable planning problem: workload, cluster, stack and layout, with operators and costs."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -91,9 +91,9 @@ class Problem:
 
     `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
     stack's ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
-    each device free.  `stack_choice`: what the run chooses of its stack (`system` and `cluster`
-    have it already).  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a
-    plan without simulating time (the results of both are memoised).
+    each device free.  `stack_choice`: the options of the stack that the run sets (`system` and
+    `cluster` already follow them).  `evaluator` is the chunk-level evaluator; `weigher` computes
+    the bytes of a plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
 
@@ -113,7 +113,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.kernel == "unfused":
-            object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
+            object.__setattr__(self, "attention", "unfused")  # The stack has no fused kernel.
         else:
             self._check_attention()
         check_recipe(self.workload, self.system, self.cluster.generation)
@@ -121,7 +121,7 @@ class Problem:
         _refuse_experts(self)
 
     def _check_attention(self) -> None:
-        """RateError if no kernel of the stack runs fused attention on the GPUs in the precision."""
+        """Raise RateError if the stack has no fused attention for these GPUs and this precision."""
         generation, work = self.cluster.generation, self.workload
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
@@ -133,7 +133,7 @@ class Problem:
 
     @cached_property
     def untimed(self) -> str:
-        """Why no kernel of this problem has seconds, in one line; empty if all have."""
+        """Why the kernels' seconds are not predicted, in one line; empty if they are."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
@@ -142,8 +142,8 @@ class Problem:
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
-                f"no kernel rates of {generation} (there are rates of {known}; a cluster's file "
-                "that names one of these as its generation is timed with its shares of the peaks)"
+                f"no kernel rates of {generation} (there are rates of {known}; a cluster file that "
+                "names one of these as its generation is timed by that generation's efficiencies)"
             )
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
@@ -153,8 +153,7 @@ class Problem:
         return f"{NOT_TIMED}{missing}" if missing else ""
 
     def __getstate__(self) -> dict[str, object]:
-        """The state to pickle for another process: the problem without cached chunks, costs and
-        evaluations."""
+        """The pickled state: the problem without cached chunks, costs and evaluations."""
         cached = ("chunks", "_costs")
         state = {key: value for key, value in self.__dict__.items() if key not in cached}
         return {**state, "_memo": {}, "_weights": {}}
@@ -167,7 +166,8 @@ class Problem:
 
     @property
     def chosen(self) -> StackChoice:
-        """The choices that request this problem's kernels, homes and overlap of its stack."""
+        """The stack choice that reproduces this problem: its attention kernel, the homes of its
+        states and the overlap of its experts' exchanges."""
         system = self.system
         overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
@@ -180,34 +180,34 @@ class Problem:
 
     @property
     def constants(self) -> tuple[str, str, str]:
-        """The entries of config/calibration.yaml that apply: GPU generation, cluster, stack."""
+        """The applicable entries of config/calibration.yaml: GPU generation, network, stack."""
         network = self.calibration.network_entry(self.cluster.constants)
         system = self.calibration.system_entry(self.system.constants)
         return self.cluster.generation, network, system
 
     @cached_property
     def chunks(self) -> dict[Hashable, object]:
-        """A cache of lowering for the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
+        """A cache that lowering fills (`ChunkOps.of`, `ChunkOps.fates`)."""
         return {}
 
     @cached_property
     def tp_overlap(self) -> TpOverlap:
-        """The overlap of tensor-parallel collectives with GEMMs that the stack has over the links
-        of this layout's groups."""
+        """How the stack overlaps tensor-parallel collectives with GEMMs, given the links of this
+        layout's groups."""
         ranks = self.system.parallel
         inside = self.cost.group("tp", 0).nodes == 1 or ranks.gemm_overlap_links == "all"
         return ranks.tp_overlap if inside or ranks.tp_overlap != "gemm" else "backward"
 
     @property
     def ep_overlaps(self) -> bool:
-        """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
+        """Whether experts' exchanges overlap the compute of another micro-batch wherever a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
         return exchanges and not self.system.host.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:
-        """Device bytes of the driver, the CUDA context and the communicators."""
+        """Device bytes that the driver, the CUDA context and the communicators take."""
         return non_torch_bytes(self.cluster, self.layout, self.system, self.calibration)
 
     @property
@@ -217,18 +217,18 @@ class Problem:
 
     @property
     def room_bytes(self) -> int:
-        """Device bytes that processes may take: `usable_bytes`, the CUDA context and the
+        """Device bytes that processes may take: `usable_bytes` plus CUDA context and
         communicators."""
         return room_bytes(self.cluster, self.calibration)
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of torch's allocator that each rank holds beside its states: workspaces of matrix
-        products, and scales that FSDP does not shard."""
+        """Bytes of torch's allocator that each rank holds beside its states: cuBLAS and
+        TransformerEngine workspaces, and scales that FSDP does not shard."""
         count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
             count += self.system.experts.expert_workspaces
-        each = self.calibration.workspace_bytes(self.cluster.generation)
+        each = self.calibration.gpu_bytes(self.cluster.generation).workspace_bytes
         scales = unsharded_scales(self.workload, self.layout, self.system)
         return self.system.kernels.cublas_bytes + round(count * each) + scales
 
@@ -239,8 +239,8 @@ class Problem:
 
     @cached_property
     def _costs(self) -> dict[str, Any]:
-        """The attributes of the problem's CostModel, which all its facades share.  They do not
-        refer to the problem, so an unused problem is freed without a garbage collection."""
+        """The attributes of the problem's CostModel, which all facades share.  They do not refer to
+        the problem, so an unused problem is freed without a garbage collection."""
         return vars(
             CostModel(
                 cluster=self.cluster,
@@ -271,7 +271,7 @@ class Problem:
 
     @cached_property
     def shared(self) -> SharedVocabulary:
-        """The parts of a vocabulary that all stages share."""
+        """The operators of a vocabulary that all stages share."""
         of = (self.workload, self.layout, self.system)
         return shared_vocabulary(*of, self.embedding, self.head)
 
@@ -304,19 +304,19 @@ class Problem:
 
     @property
     def embedding_ranks(self) -> tuple[int, int] | None:
-        """The first rank, and the other rank that has a copy of the token embedding: as its output
-        projection, or for a prediction.  They exchange its gradient.  None without another."""
+        """The first rank, and the other rank that has a copy of the token embedding (as its output
+        projection, or to predict further tokens).  The two exchange its gradient.  None if no
+        other rank has a copy."""
         tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
         other = last if tied else self.prediction_rank
         return (0, other) if last and other is not None else None
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a layer (global index); layers differ in attention window, in whether they
-        have experts, and in whether they predict one more token."""
+        """The operators of a layer (global index), which follow from its kind (`LayerKind`)."""
         return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
-        """The index in `layer_kinds` of a decoder layer (global index)."""
+        """The index in `layer_kinds` of the operators of a layer (global index)."""
         return list(self._layers).index(self._kinds[index])
 
     @property
@@ -335,8 +335,8 @@ class Problem:
 
 
 def _refuse_experts(problem: Problem) -> None:
-    """LayoutError for a step with experts that is not modelled: with the model's parameters, the
-    states of the fullest rank and the bytes that a layer with experts saves."""
+    """Raise LayoutError for a step with experts that is not modelled.  The message has the model's
+    parameters, the states of the fullest rank and the bytes that a layer with experts saves."""
     work, lay = problem.workload, problem.layout
     model = work.model
     if not (refused := unmodelled_of_experts(model, problem.system)):
@@ -352,7 +352,7 @@ def _refuse_experts(problem: Problem) -> None:
 
 
 def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
-    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  Those
+    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  States
     of experts are sharded over expert data parallelism."""
     lay, system, found = problem.layout, problem.system, list[tuple[StateBytes, StateBytes]]()
     for trained in (False, True):
@@ -369,7 +369,7 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
 
 
 def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters of experts that one rank holds; with `trained` those of them with a gradient."""
+    """Parameters of experts that one rank holds; `trained`: only those with a gradient."""
     if problem.workload.model.experts is None:
         return 0
     layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
@@ -377,19 +377,19 @@ def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool 
 
 
 def tied_on_one_rank(problem: Problem) -> bool:
-    """Whether embedding and output projection share one weight on one rank (tied, pp = 1)."""
+    """Whether embedding and output projection are one weight on one rank (tied, pp = 1)."""
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
 def gathered_bytes(problem: Problem) -> int:
-    """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
-    not narrower than the precision of the kernels."""
+    """Bytes per parameter in a buffer that kernels read or write: the width in which the stack
+    gathers, but at least the width of the kernels' precision."""
     return max(problem.system.states.gather_bytes, problem.workload.element_bytes)
 
 
 def completed_after_backward(problem: Problem) -> str:
-    """The reason why a gradient is incomplete at the end of its unit's backward, so that
-    optimizer-in-backward would be wrong; empty if all gradients are complete."""
+    """Why some gradient is incomplete at the end of its unit's backward, so that an update in the
+    backward would be wrong; empty if all gradients are complete."""
     layout, count = problem.layout, problem.layout.num_micro_batches
     if count > 1:
         return f"optimizer-in-backward needs one micro-batch per step, not {count}"
@@ -402,25 +402,25 @@ def completed_after_backward(problem: Problem) -> str:
 
 
 def head_parameters(problem: Problem) -> tuple[int, int]:
-    """Parameters of the head on its rank, and those of them with a gradient."""
+    """(parameters of the head on its rank, how many of them have a gradient)."""
     ops = weighted_operators(problem, problem.head)
     return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
 
 
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters; a tied output projection counts only if the
-    embedding is on another rank."""
+    """The operators of a table that have parameters on their rank; a tied output projection has
+    some only if the embedding is on another rank."""
     tied = table.part == "head" and tied_on_one_rank(problem)
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
 
 def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
+    """The operators of `weighted_operators` that have parameters with a gradient."""
     return [op for op in weighted_operators(problem, table) if op.trained_parameters]
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
+    """Parameters of a rank after tensor and pipeline parallelism (`trained`: with a gradient)."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     if plan.schedule in VOCABULARY:
         share, norm, positions = problem.shared
@@ -434,8 +434,8 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes` are
-    the attributes of the problem's CostModel, which all facades of the problem share."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
+    those of the problem's CostModel, which all facades share."""
 
     __slots__ = ("_problem",)
 
@@ -454,8 +454,8 @@ class CostFacade(CostModel):
         return memo[key]
 
     def weigh(self, plan: Plan) -> Weight | Evaluation:
-        """Peaks and reserved bytes of a plan (memoised); if the problem has a weigher, without a
-        simulation of time."""
+        """Peaks and reserved bytes of a plan (memoised).  A problem with a weigher does not
+        simulate time for them."""
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
         if weigher is None or key in self._problem._memo:
@@ -469,22 +469,23 @@ class CostFacade(CostModel):
         return max(self.weigh(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
-        """Usable device bytes, minus `reserve_bytes`, minus the bytes that the fullest rank
-        reserves; negative for a plan that does not fit."""
+        """Usable device bytes minus `reserve_bytes` and the reserved bytes of the fullest rank;
+        negative for a plan that does not fit."""
         room = self._problem.usable_bytes - self._problem.reserve_bytes
         return room - self.weigh(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
-        """ATC'24's estimate of the first stage's bytes as a function of the offloaded share."""
+        """ATC'24's estimator of the first stage's bytes for any offloaded share."""
         return pipeline_offload_estimator(self.workload.model, self.layout, chunk_bytes)
 
     def step_s(self, plan: Plan) -> float:
-        """Seconds of one optimizer step; RateError if kernels have none."""
+        """Seconds of one optimizer step; RateError if kernels cannot be timed."""
         self.require_rates()
         return self.evaluate(plan).step_s
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
-        """Seconds of kernels and collectives that rebuild `missing` from other saved tensors."""
+        """Seconds of the kernels and collectives that recompute `missing` from the other saved
+        tensors."""
         available = frozenset(table.saved) - missing
         return fsum(
             self.op_s(op, "forward")

@@ -40,9 +40,9 @@ __all__ = [
 
 
 class Packing(NamedTuple):
-    """Codes of `bits`.  Each `block` of codes (0: scales are not counted) has a scale of
-    `scale_bytes` and, with `zeros`, a zero of `bits`; `nested` scales share a scale in fp32 (0:
-    they do not)."""
+    """A format of packed weights: codes of `bits` bits.  Each `block` of codes (0: scales are not
+    counted) has a scale of `scale_bytes` bytes and, with `zeros`, a zero point of `bits` bits.
+    `nested` scales share an fp32 scale (0: scales are not quantised)."""
 
     bits: int
     block: int = 0
@@ -52,6 +52,7 @@ class Packing(NamedTuple):
 
     @property
     def bytes(self) -> Fraction:
+        """Bytes per weight, with its part of scales and zero points."""
         code, shared = Fraction(self.bits, 8), Fraction(4, self.nested) if self.nested else 0
         beside = self.scale_bytes + shared + code * self.zeros
         return code + beside / self.block if self.block else code
@@ -65,45 +66,46 @@ PACKINGS = {
     "marlin": Packing(4, 128, 2),
     "int8": Packing(8, 128, 2, zeros=True),
 }
-"""nf4 has scales in fp32, nf4_double in 8 bits (bitsandbytes, functional.py: quantize_4bit); int4
-and int8 have them in fp16 (AutoGPTQ @058fd80a, qlinear_cuda_old.py); int4_ungrouped has a scale for
-each column, which is left out; marlin has no zeros (IST-DASLab/marlin @0f102e1)."""
+"""Scales are fp32 in nf4 and 8 bits in nf4_double (bitsandbytes, functional.py: quantize_4bit), and
+fp16 in int4 and int8 (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  int4_ungrouped has one scale per
+column, which is not counted; marlin has no zero points (IST-DASLab/marlin @0f102e1)."""
 PACKED_BYTES = {name: packing.bytes for name, packing in PACKINGS.items()}
 
 
 class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What trains, and how the other weights are held; by default everything trains."""
+    """Which weights train, and in which formats weights are held; by default every weight
+    trains."""
 
     lora_rank: Annotated[NonNegativeInt, Fact(metavar="R")] = 0
-    """Linears have low-rank adapters of this rank, which train instead of the model (0: none)."""
+    """Low-rank adapters of this rank train instead of the model's weights (0: no adapters)."""
     lora_targets: Annotated[AdapterTargets, Fact(metavar="T")] = "all"
     """These linears have adapters: all, or some of q,k,v,o,gate,up,down."""
     lora_train: Literal["ab", "b"] = "ab"
-    """Both matrices of an adapter train, or B alone (LoRA-FA)."""
+    """Both matrices of an adapter train (ab), or only B (b, LoRA-FA)."""
     lora_dropout: Annotated[Probability, Fact(metavar="P")] = 0.0
     """Adapters drop this share of their input."""
     dora: bool = False
     """Adapters also train the magnitude of each row of a weight (DoRA)."""
     bottleneck: Annotated[NonNegativeInt, Fact(metavar="W")] = 0
-    """Adapters of so many columns stand behind attention and behind the MLP, and train instead of
-    the model (Houlsby et al. 2019; 0: none)."""
+    """Bottleneck adapters with this many columns after attention and after the MLP train instead of
+    the model's weights (Houlsby et al. 2019; 0: no such adapters)."""
     trained_parts: Annotated[TrainedParts, Fact(metavar="T")] = ""
-    """Of embedding,norms,head these train too; without adapters, these alone."""
+    """These of embedding,norms,head train in addition to adapters, or alone without adapters."""
     frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
-    """The embedding and so many of the first layers do not train."""
+    """The embedding and this many of the first layers are frozen."""
     trained_dtype: Literal["stack", "fp32", "autocast"] = "stack"
-    """What trains is held in this precision (PEFT makes adapters fp32; autocast: fp32, and computed
-    in 16 bits)."""
+    """Trained weights are held in this precision: fp32 (as PEFT holds adapters), or autocast (fp32,
+    computed in 16 bits)."""
     base_dtype: BaseDtype = "stack"
-    """Weights that do not train are held in this format; linears of less than 16 bits are widened
-    at each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
+    """Frozen weights are held in this format; linears with fewer than 16 bits are dequantised at
+    each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
     fp32_norms: bool = False
-    """Frozen norms are fp32, and with them the outputs of 4-bit linears and of layers (PEFT's
+    """Frozen norms are fp32, and so are the outputs of 4-bit linears and of layers (PEFT's
     prepare_model_for_kbit_training)."""
 
     @property
     def trains_all(self) -> bool:
-        """Whether every weight trains, as the stack holds it."""
+        """Whether every weight trains, in the stack's formats."""
         return self.trained == Trained()
 
     @property
@@ -112,7 +114,7 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def partly(self) -> bool:
-        """Whether some weights do not train."""
+        """Whether some weights are frozen."""
         return bool(self.adapted or self.trained_parts or self.frozen_layers)
 
     @property
@@ -127,49 +129,50 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(name for name in every if name in named and self.lora_rank)
 
     def trains(self, part: str) -> bool:
-        """Whether a part (embedding, norms, head) trains beside adapters, or alone."""
+        """Whether `trained_parts` has a part (embedding, norms, head)."""
         return part in self.trained_parts.split(",")
 
 
 class Quantised(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which linears multiply in fewer bits than the precision, and where these are held."""
+    """Which linears multiply in fewer bits than the precision, and how their weights are held."""
 
     recipe: RecipeName = "none"
-    """Linears of layers are quantised by this recipe of config/recipes.yaml (none: none is)."""
+    """This recipe of config/recipes.yaml quantises the linears of layers (none: no linear is)."""
     fp8_params: bool = False
-    """Quantised weights are the parameters, and are gathered as such (Megatron's
-    --fp8-param-gather, torchao's FP8 all-gather); otherwise they are copies of these."""
+    """Parameters themselves are quantised, and are gathered so (Megatron's --fp8-param-gather,
+    torchao's FP8 all-gather); otherwise quantised weights are copies of the parameters."""
     bf16_ends: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
-    """So many layers at each end of the model are not quantised."""
+    """This many layers at each end of the model are not quantised."""
 
     def quantises(self, layer: int, count: int) -> bool:
-        """Whether the linears of a layer (global index) of a model with `count` are quantised."""
+        """Whether a layer (global index) of a model with `count` layers has quantised linears."""
         end = layer < self.bf16_ends or count - self.bf16_ends <= layer < count
         return self.recipe != "none" and not end
 
 
 class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step computes, beside its model: a sequence length, a compute precision, documents
-    and the tokens of experts; and what it trains."""
+    """What a step computes and trains, apart from the model: sequence length, compute precision,
+    documents, and the tokens that experts receive."""
 
     seq_len: Annotated[PositiveInt, Fact(metavar="S", column="always")]
-    """A sequence has so many tokens."""
+    """A sequence has this many tokens."""
     precision: Annotated[Precision, Fact(column="own")] = "bf16"
     """Kernels compute in this precision."""
     document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
-    """Packed documents have so many tokens on average; attention stays inside each (0: none)."""
+    """Documents packed into a sequence have this many tokens on average, and attention does not
+    cross their borders (0: no packing)."""
     sample_len: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
-    """Samples have so many tokens on average; those longer than `seq_len` are left out, and a
-    micro-batch is as long as its longest sample (0: each has `seq_len`)."""
+    """Samples have this many tokens on average; samples longer than `seq_len` are left out, and a
+    micro-batch is as long as its longest sample (0: every sample has `seq_len` tokens)."""
     sample_spread: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
-    """The standard deviation of `sample_len` (0: as large as the mean)."""
+    """Sample lengths have this standard deviation in tokens (0: that of `sample_len`)."""
     imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
-    """The experts of the worst rank receive so many times the balanced tokens."""
+    """The experts of the busiest rank receive this many times the balanced number of tokens."""
     capacity_factor: Annotated[Capacity, Fact(metavar="F")] = 0.0
-    """An expert takes at most so many times the balanced tokens of each rank, and drops the others
-    (0: no limit)."""
+    """An expert takes at most this many times the balanced number of tokens from each rank, and
+    drops the others (0: no limit)."""
     expert_padding: ExpertPadding = "none"
-    """With `capacity`, each expert is filled up to its capacity, and no counts are sent."""
+    """With `capacity`, every expert is padded up to its capacity, so no token counts are sent."""
 
     @property
     def packed(self) -> bool:
@@ -178,25 +181,25 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def packing(self) -> str:
-        """Words on the documents of a sequence; empty where none are packed."""
+        """Words on the packed documents, for a heading; empty without packing."""
         return f" in documents of {self.document_len:,}" if self.packed else ""
 
     @property
     def numbers(self) -> str:
-        """Words on the precision and the recipe."""
+        """The precision and the recipe in words, for a heading."""
         given = (self.recipe, "fp8_params" * self.fp8_params)
         more = " ".join(word for word in given if word not in ("none", ""))
         return f"{self.precision} with {more}" if more else self.precision
 
     @property
     def documents(self) -> int:
-        """Documents of a sequence, including a shorter last document."""
+        """Documents per sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
     # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
     @property
     def drops_tokens(self) -> bool:
-        """Whether experts leave out tokens above their capacity, and are not filled up to it."""
+        """Whether experts drop tokens above their capacity and are not padded up to it."""
         return self.capacity_factor > 0 and self.expert_padding == "none"
 
     @property
@@ -205,19 +208,19 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The work of a model.  A model with `max_positions` 0 has `seq_len` learned positions."""
+    """The work and its model.  Learned positions with `max_positions` 0 become `seq_len` many."""
 
     model: Annotated[Model, Fact(column="own")]
 
     def __post_init__(self) -> None:
-        """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
+        """Replace `max_positions` 0 by `seq_len` if the model has learned positions."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
 
     def adapted_widths(self, layer: int) -> int:
-        """The sum of the rows and columns of a layer's adapted linears; every expert has its own.
-        In latent attention, q stands for both projections of queries, k for the projection of keys
-        and values down, and v for the projection up."""
+        """The summed rows and columns of a layer's adapted linears, each expert counted.  With
+        latent attention, `q` means both query projections, `k` the down-projection of keys and
+        values, and `v` their up-projection."""
         model, experts, found = self.model, self.model.experts, 0
         sizes: dict[str, tuple[int, ...]]
         h, q, kv = model.hidden, model.q_width, model.kv_width
@@ -237,7 +240,7 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def balance(self) -> str:
-        """The assumption about the tokens that experts receive, in words; empty without experts."""
+        """The assumed balance of tokens among experts, in words; empty without experts."""
         if self.model.experts is None:
             return ""
         if self.expert_padding == "capacity":

@@ -23,7 +23,6 @@ from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method
 from rematbench.evidence.bands import with_ties
-from rematbench.evidence.peaks import leaving_reserve
 from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem
@@ -84,21 +83,6 @@ def test_a_tuned_policy_takes_the_least_that_fits(results: list[Result]) -> None
         settings = {"method": "block", "num_layers": number}
         run = evaluate_method(demo(), all_methods().resolve("full_recompute", settings))
         assert run.status == status
-
-
-def test_a_faster_plan_that_is_only_tight_is_named() -> None:
-    """Without the reserve fewer layers are recomputed; with none there is nothing to name."""
-    block, config = "full_recompute:block", load_compare()
-    for problem in (leaving_reserve(demo()), demo()):
-        comparison = Comparison(job(problem), config, only=(block, "keep_all"), limit_s=60)
-        rows = comparison.everything()
-        tight = comparison.when_tight(rows)
-        assert (tight is None) == (not problem.reserve_bytes)
-        if tight is not None:
-            assert tight.method.startswith(f"{block} ")
-            assert int(tight.method.split()[-1]) < int(rows[0].method.split()[-1])
-            assert tight.fitting_s < rows[0].fitting_s
-            assert tight.fit == "tight"
 
 
 def test_fitting_results_come_first_and_fastest_first(results: list[Result]) -> None:

@@ -18,7 +18,7 @@ from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
-from rematbench.paper.studies.rule80 import scored_cells
+from rematbench.paper.tables.claims import scored_cells
 from tests.cli.test_cli import DEMO, PIPE
 from tests.problems import all_methods
 from tests.typed import typed

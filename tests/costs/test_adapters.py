@@ -192,9 +192,9 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"base_dtype": "nf4"}, "but all train"),
+        ({"base_dtype": "nf4"}, "but all weights train"),
         ({"dora": True}, "needs adapters"),
-        ({"lora_rank": 4, "fp32_norms": True}, "linears of less than 16 bits"),
+        ({"lora_rank": 4, "fp32_norms": True}, "linears with fewer than 16 bits"),
         (
             {"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"},
             "of exp.* 60,030,976 w",

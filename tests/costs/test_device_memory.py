@@ -11,6 +11,7 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system, names
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 from tests.cost_constants import COMMON
 from tests.tables import tables
@@ -85,6 +86,8 @@ def test_zero_stages(stage: int, expected: tuple[int, int, int]) -> None:
 
 def test_optimizer_traffic() -> None:
     # gradients read twice, states read and written, compute parameters written
-    assert states.optimizer_traffic_bytes(10, 2, 4, 12, COMMON) == 10 * (2 * 4 + 2 * 12 + 2)
+    facts = {"param_bytes": 2, "grad_bytes": 4, "optimizer_bytes": 12, "step_scratch_bytes": 0}
+    stack = with_facts(MEGATRON, **facts)
+    assert states.optimizer_traffic_bytes(stack, COMMON) == 2 * 4 + 2 * 12 + 2
     more = replace(COMMON, optimizer_extra_bytes=8.0)
-    assert states.optimizer_traffic_bytes(10, 2, 4, 12, more) == 10 * (34 + 8)
+    assert states.optimizer_traffic_bytes(stack, more) == 34 + 8

@@ -98,7 +98,7 @@ def test_a_shared_layer_has_one_adapter() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [({"pp": 2, "global_batch": 4}, "pipeline stages"), ({"dp": 2, "zero_stage": 3}, "ZeRO 2")],
+    [({"pp": 2, "global_batch": 4}, "pp above 1"), ({"dp": 2, "zero_stage": 3}, "ZeRO 2")],
 )
 def test_what_is_not_modelled_says_its_parameters(layout: dict[str, int], words: str) -> None:
     with pytest.raises(LayoutError, match=rf"{words}.*M parameters"):

@@ -90,8 +90,8 @@ def test_the_exchange_stays_in_a_node_and_the_ring_leaves_it() -> None:
     [
         ({"ulysses": 4, "model": replace(MODEL, num_kv_heads=2)}, "2 KV heads per rank must be"),
         ({"seq_len": 36}, "seq_len 36 must be a multiple of 8: each of cp x ulysses = 4"),
-        ({"model": replace(MODEL, attention_window=(16, 0))}, "has no sliding windows"),
-        ({"model": replace(MODEL, position="alibi")}, "has no ALiBi"),
+        ({"model": replace(MODEL, attention_window=(16, 0))}, "does not support sliding windows"),
+        ({"model": replace(MODEL, position="alibi")}, "does not support ALiBi"),
     ],
 )
 def test_what_it_cannot_split_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -101,7 +101,7 @@ def test_what_it_cannot_split_is_refused(changes: dict[str, Any], said: str) -> 
 
 def test_packed_documents_are_refused_inside_context_parallelism() -> None:
     made = nested(2, 2)
-    with pytest.raises(LayoutError, match="has no packed documents"):
+    with pytest.raises(LayoutError, match="does not support packed documents"):
         remade(made, workload=replace(made.workload, document_len=32))
 
 

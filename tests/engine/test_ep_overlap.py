@@ -14,9 +14,8 @@ from rematbench.engine.simulate.beside import OpSeconds, _left, exposed_shares
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.evaluate.problems import make_problem, overlapping
+from rematbench.evaluate.problems import leaner_exchanges, make_problem, overlapping
 from rematbench.evaluate.proof import check
-from rematbench.evaluate.result import leaner_exchanges
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
@@ -244,7 +243,7 @@ def test_a_record_asks_for_the_overlap_again() -> None:
 def test_our_executor_has_no_second_micro_batch() -> None:
     found = given()
     named = refusals(found, found.base_plan)
-    assert "experts' exchanges beside another micro-batch" in named
+    assert "exchanges of experts that overlap another micro-batch" in named
 
 
 def test_a_job_chooses_the_dispatcher_of_its_stack() -> None:

@@ -208,5 +208,5 @@ def test_orders_are_written_as_they_were() -> None:
 )
 def test_what_is_not_lowered_beside_halves_is_named(changes: dict[str, object], words: str) -> None:
     given = problem(model=layers(4), pp=2, global_batch=8, **changes)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=f"of their own are not lowered with {words}"):
+    with pytest.raises(PlanError, match=f"for weight gradients are not lowered with {words}"):
         lower(replace(given.base_plan, schedule="zb-h1"), given)

@@ -120,7 +120,7 @@ def test_layer_copies_run_ahead_by_the_prefetch() -> None:
 
 # -- refusals -------------------------------------------------------------------------------------
 
-ORPHAN = r"L\d\.layer_input: recomputation needs it, but it is dropped and has no producer"
+ORPHAN = r"L\d\.layer_input: recomputation needs it, but it is dropped and no operator computes it"
 ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
     ("chunk input, by consumer", (rule(Recompute(), "layer_input"),), ORPHAN),
     ("chunk input, whole layer", (rule(Recompute(scope="layer", whole=True)),), ORPHAN),
@@ -128,7 +128,7 @@ ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
     (
         "part of attention",
         (rule(Split(recompute=0.5), "attn_out"),),
-        "attention is not row-local: recompute all of its rows or none",
+        "attention needs all rows: recompute all of them or none",
     ),
     ("no such tensor", (rule(Offload(), "wing_out"),), r"matches no saved tensor: .*'wing_out'"),
     ("no such layer", (rule(Offload(), layers=(4,)),), r"matches no saved tensor: .*layers=\(4,\)"),
@@ -179,7 +179,7 @@ def test_illegal_partitions(partition: Any, message: str) -> None:
 def test_a_chunk_holds_something() -> None:
     given = problem(pp=2, vpp=2, global_batch=2)
     lower(replace(given.base_plan, partition=(((), (2, 3)), ((0, 1), ()))), given)
-    with pytest.raises(PlanError, match="a chunk that holds nothing"):
+    with pytest.raises(PlanError, match="an empty chunk in the middle"):
         lower(replace(given.base_plan, partition=(((0, 1), (2, 3)), ((), ()))), given)
 
 

@@ -198,7 +198,7 @@ def test_rules_of_one_slice() -> None:
     [
         ({"cp": 2}, (16, 16), "not lowered with context parallelism"),
         ({"attention": "unfused"}, (16, 16), "not lowered with attention scores in memory"),
-        ({"pp": 2}, (16, 8), "the slices have 24 tokens in all, but a sequence has 32"),
+        ({"pp": 2}, (16, 8), "the slices have 24 tokens in all, but seq_len is 32"),
         ({"tp": 2}, (15, 17), "a slice of 15 tokens"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
+from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.unread import unread, unread_facts
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
@@ -45,7 +46,7 @@ def job(
     seq_len, precision = others.pop("seq_len", 4096), others.pop("precision", "bf16")
     work = Workload(model=model, seq_len=seq_len, precision=precision)
     system = with_facts(load_system(stack), **(facts or {}))
-    given = Problem(work, CLUSTER, system, Layout(**others), calibration())
+    given = Problem(work, CLUSTER, system, Layout(**others), calibration(), evaluator=evaluate)
     return given, replace(given.base_plan.with_rules(*rules), mini_sequences=pieces)
 
 
@@ -102,5 +103,5 @@ def test_a_network_that_nobody_stated_is_asked_for(tmp_path: Path, stated: str, 
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: mine\nbase: h100-80gb\nsource: mine\ngpus_per_node: 2\n{stated}\n")
     given, _ = job("megatron-core", tp=tp, dp=2 if tp > 1 else 1, global_batch=4)
-    said = unread(dataclasses.replace(given, cluster=load_cluster(path), _memo={}, _weights={}))
+    said = unread(dataclasses.replace(given, cluster=load_cluster(path), _memo={}))
     assert ("GB/s a node assumed: a step is " in said) == (tp > 1 and not stated)

@@ -78,7 +78,7 @@ def test_differing_lengths_reserve_more_and_have_no_seconds() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"sample_len": 9, "document_len": 64}, "not packed"),
+        ({"sample_len": 9, "document_len": 64}, "cannot be combined with document_len"),
         ({"sample_len": 9, "seq_len": 1022}, "multiple of 4"),
         ({"sample_spread": 9}, "sample_len above 0"),
     ],

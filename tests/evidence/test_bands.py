@@ -16,10 +16,10 @@ from rematbench.evidence.bands import (
     bands_of,
     coverage,
     inside_shares,
+    kind_coverage,
     pooled,
     pooled_rows,
     ratio_band,
-    ratio_coverage,
     ratio_errors,
     shipped,
     speed_errors,
@@ -167,7 +167,7 @@ def test_the_coverage_of_ratios_leaves_the_source_out() -> None:
     pair = [known(source, error) for source in "bc" for error in (0.0, 0.2)]
     own = [known("a", error, layout=layout) for layout, error in (("a", 0.1), ("b", 0.3))]
     cells = [*pair, *own, known("a", 0.0, layout="a"), known("a", 0.0, layout="b")]
-    found = {one.source: one for one in ratio_coverage(cells, one_layout=True)}
+    found = {one.source: one for one in kind_coverage(ratio_errors(cells, one_layout=True))}
     assert found["a"].half_width == pytest.approx(0.2)
     assert (found["a"].rows, found["a"].inside) == (2, 0.5)
     assert found["b"].half_width > 0.2
@@ -190,8 +190,9 @@ def test_bands_hold_for_sources_that_they_were_not_learnt_from() -> None:
 @pytest.mark.parametrize("one_layout", [True, False])
 def test_bands_of_ratios_hold_for_sources_that_they_were_not_learnt_from(one_layout: bool) -> None:
     cells = left_out_cells()
-    found = ratio_coverage(cells, one_layout=one_layout)
-    every = pooled(found, ratio_errors(cells, one_layout=one_layout))
+    errors = ratio_errors(cells, one_layout=one_layout)
+    found = kind_coverage(errors)
+    every = pooled(found, errors)
     assert len(found) >= FEWEST_SOURCES
     assert 0.7 <= every.inside <= 0.9
     assert every.half_width <= 1.3 * every.error

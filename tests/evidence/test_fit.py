@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.bands import kind_coverage, pooled, shipped
-from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, sources, without_source
+from rematbench.evidence.calibrate import _lowered, _seconds, sources, step_model, without_source
 from rematbench.evidence.expert_pace import at_pace, fitted_pace, left_out_experts, mean_error
 from rematbench.evidence.fit import PRIORS, PredictAll, fit, fit_rows, published_step_s, with_values
 from rematbench.evidence.job_evidence import (
@@ -78,6 +78,10 @@ def predict(given: Mapping[str, Any], calibration: Calibration) -> float:
     return 10.0 * work / gpu.gemm_efficiency + 3.0 / gpu.hbm_efficiency
 
 
+def any_row(name: str, row: Row) -> bool:
+    return bool(name and row)
+
+
 def toy() -> Calibration:
     fitted = ("gpus.hopper.gemm_efficiency", "gpus.hopper.hbm_efficiency")
     return replace(ROUND, fitted=fitted, fit=(RULE,))
@@ -95,7 +99,7 @@ def test_results_of_test_rows_are_never_read() -> None:
         Guarded(row("b", tp="4"), sealed=True),
         Guarded(row("a", source="Somebody else's cousin's table", table="x"), sealed=False),
     ]
-    report = fit(rows, toy(), one_by_one(predict))
+    report = fit(rows, toy(), one_by_one(predict), any_row)
     assert report.rows == 2
     assert set(report.errors) == {"Somebody et al.", "Somebody else's cousin's table"}
 
@@ -125,14 +129,14 @@ def test_known_constants_are_recovered() -> None:
         speed = 16 * 1000 / 8 / predict(given, true)
         rows.append({**given, "tokens_per_s_per_gpu": repr(speed)})
     assert published_step_s(rows[0]) == pytest.approx(predict(rows[0], true))
-    found = fit(rows, toy(), one_by_one(predict)).calibration.gpus["hopper"]
+    found = fit(rows, toy(), one_by_one(predict), any_row).calibration.gpus["hopper"]
     assert found.gemm_efficiency == pytest.approx(0.62, rel=0.02)
     assert found.hbm_efficiency == pytest.approx(0.75, rel=0.1)  # its prior pulls
 
 
 def test_a_constant_that_no_row_moves_keeps_its_value() -> None:
     asked = replace(toy(), fitted=("gpus.hopper.gemm_efficiency", "gpus.ampere.gemm_efficiency"))
-    report = fit([row("a")], asked, one_by_one(predict))
+    report = fit([row("a")], asked, one_by_one(predict), any_row)
     assert report.constants == 1
     assert report.calibration.gpus["ampere"] == ROUND.gpus["ampere"]
 
@@ -208,7 +212,7 @@ def test_trials_come_back_in_order() -> None:
     start = calibration()
     slow = with_values(start, ["gpus.ampere.gemm_efficiency"], [0.4])
     one, other = fitted("Korthikanti")[:2]
-    with StepModel(start, processes=1) as model:
+    with step_model(start, processes=1) as model:
         found = model([(one, start), (other, start), (one, slow), (other, slow)])
     whole = [
         row["pred_step_s"]

@@ -257,7 +257,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     capsys.readouterr()
     calibrate_user_stack(mine, stack, 1, force=True)
     told = capsys.readouterr().out
-    assert "of these rows left out" in told
+    assert "of these rows, each left out of its fit" in told
     assert "WARNING: row 2 is suspect" in told
     half_width = load_system(stack).scales.half_width
     assert half_width > 1.0

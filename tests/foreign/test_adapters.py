@@ -36,10 +36,8 @@ def test_adapters_of_a_file_are_options(
     tmp_path: Path, base: str, more: str, found: dict[str, str]
 ) -> None:
     want = {"trained_dtype": "autocast"} | found
-    assert read(tmp_path, BASES[base] + more) == (
-        {name: word for name, word in want.items() if word is not None},
-        [],
-    )
+    given = {name: word for name, word in want.items() if word is not None}
+    assert read(tmp_path, BASES[base] + more) == (given, [])
 
 
 def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
@@ -56,10 +54,8 @@ def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> N
 
 def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     found = {"lora_rank": "64", "lora_targets": "q,v,k,o,gate,up,down"}
-    assert read(tmp_path, TUNE) == (
-        found | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"},
-        [],
-    )
+    packed = found | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"}
+    assert read(tmp_path, TUNE) == (packed, [])
     reading = read_files([tmp_path / "job.yaml"])
     made = file_job(reading, {"cluster": "h100-80gb", "gpus": 1}, "", "job")
     assert (made.options["model"], made.options["micro_batch"]) == ("llama-3.1-8b", "2")
@@ -104,10 +100,8 @@ def test_pefts_file_stands_beside_a_trainers(tmp_path: Path) -> None:
 
 def test_swifts_megatron_adapts_over_tensor_parallel_ranks(tmp_path: Path) -> None:
     """Adapters have the model's dtype and fp32 masters, as the stack's other weights."""
-    line = (
-        "NPROC_PER_NODE=2 megatron sft --model m --tuner_type lora --lora_rank 32 --max_length 512"
-    )
-    line += " --target_modules q_proj v_proj --tensor_model_parallel_size 2 --packing true"
+    line = "NPROC_PER_NODE=2 megatron sft --model m --tuner_type lora --lora_rank 32 --packing "
+    line += "true --max_length 512 --target_modules q_proj v_proj --tensor_model_parallel_size 2"
     own, refused = read(tmp_path, line, "run.sh")
     assert own == {"lora_rank": "32", "lora_targets": "q,v", "lora_dropout": "0.05"}
     assert not refused
@@ -143,12 +137,10 @@ FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_co
 def test_frozen_weights_are_narrow_wherever_fsdp_comes_from(tmp_path: Path, text: str) -> None:
     """accelerate 1.15 widens only what trains (utils/fsdp_utils.py, fsdp2_prepare_model)."""
     own = tmp_path / "job.yaml"
-    own.write_text(
-        TRL + "use_peft: true\n" + "dtype: bfloat16\nfsdp: full_shard\n" * (text == "key")
-    )
+    more = "fsdp: full_shard\n" * (text == "key")
+    own.write_text(TRL + "use_peft: true\ndtype: bfloat16\n" + more)
     files = [own]
     if text != "key":
-        own.write_text(TRL + "use_peft: true\ndtype: bfloat16\n")
         files.append(tmp_path / "fsdp.yaml")
         files[1].write_text(f"{FSDP}  fsdp_version: {text}\n")
     assert read_files(files).values["base_dtype"] == "bf16"

@@ -91,7 +91,7 @@ def test_gpt_2s_vocabulary_is_the_default_of_its_files(
 def test_comparisons_with_values_that_nothing_sets_are_named(tmp_path: Path) -> None:
     text = f"if [ $1 = a ]; then T=2; fi\nx.py {SIZES} --tensor-model-parallel-size $T"
     notes = job(tmp_path, text)[1].notes
-    assert any(note.endswith("does not set, read as empty: [ $1 = a ]") for note in notes)
+    assert any(note.endswith("count as empty: [ $1 = a ]") for note in notes)
 
 
 def test_a_loop_is_read_once_and_said_to_be(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_value_that_a_launch_line_replaces_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("packing: true", "packing: attention stays inside documents: --document-len"),
+        ("packing: true", "packing: attention stays inside documents: give --document-len"),
         ("packing_strategy: wrapped\npacking: true", "packing: attention crosses documents"),
     ],
 )

@@ -53,10 +53,8 @@ def test_recipes_of_torchao_are_read_or_refused(
     tmp_path: Path, section: str, facts: dict[str, Any], words: str
 ) -> None:
     output = "" if "filter_fqns" in section else 'filter_fqns = ["output"]\n'
-    text = (
-        f'[model]\nconverters = ["float8"]\n[training]\nseq_len = 64\n[float8]\n{output}{section}'
-    )
-    text += "\n[parallelism]\ntensor_parallel_degree = 1\n"
+    text = '[model]\nconverters = ["float8"]\n[training]\nseq_len = 64\n'
+    text += f"[float8]\n{output}{section}\n[parallelism]\ntensor_parallel_degree = 1\n"
     _, reading = job(tmp_path, text, "titan.toml")
     assert stated(reading) == facts
     assert words in " ".join(reading.refused)

@@ -141,8 +141,6 @@ def test_gemm_is_the_longer_of_arithmetic_and_traffic() -> None:
     share = gemm_share(GEMM, m, n, k, 2.0, 128)
     arithmetic = 2 * m * n * k * 2 / (1e15 * share)
     assert gemm_s(GEMM, DEVICE, m, n, k, 2.0, element_bytes=2) == pytest.approx(arithmetic)
-    added = gemm_s(GEMM, DEVICE, m, n, k, 2.0, element_bytes=2, accumulate=True)
-    assert added == pytest.approx(arithmetic / 0.5)
     slow = msgspec.structs.replace(DEVICE, hbm_bytes_per_s=1e9)
     moved = 2 * 2 * (m * k + k * n + m * n)
     assert gemm_s(GEMM, slow, m, n, k, 2.0, element_bytes=2) == pytest.approx(moved / 1e9)

@@ -193,7 +193,7 @@ def test_what_torch_would_pin_is_held_against_the_hosts_memory(
     cell = next(cell for cell in layer_suite.layer_cells(suite) if "memo" in cell.name)
     line = replace(predicted_steps.predict(cell), host_bytes=123 << 30, pinned_bytes=135 << 30)
     monkeypatch.setattr(predicted_steps, "free_bytes", lambda: 124 << 30)
-    assert predicted_steps.refusal(line, cell) == "pins 135 GiB, the host has 124 free"
+    assert predicted_steps.refusal(line, cell) == "pins 135 GiB, but the host has 124 GiB free"
     assert predicted_steps.refusal(replace(line, pinned_bytes=0), cell) == ""
     monkeypatch.setattr(predicted_steps, "free_bytes", lambda: -1)  # not known
     assert predicted_steps.refusal(line, cell) == ""

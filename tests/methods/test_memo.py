@@ -123,7 +123,7 @@ def test_too_little_host_is_alpha_zero_and_says_so() -> None:
     fit = plan_of(paper(1 << 20), "memo", host_bytes=1 << 30).fit
     assert fit["alpha"] == 0.0
     assert "host memory" in str(fit["bound"])
-    assert "moved whole" in str(fit["bound"])
+    assert "exceeded even with alpha 0" in str(fit["bound"])
 
 
 # -- what leaves ------------------------------------------------------------------------------

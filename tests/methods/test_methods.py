@@ -12,8 +12,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate, kernel_flop
-from rematbench.inputs.layout import Layout
-from rematbench.inputs.stages import partition_of_sizes
+from rematbench.inputs.layout import Layout, partition_of_sizes
 from rematbench.plan import Group, Recompute
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations, kept_layer_bytes

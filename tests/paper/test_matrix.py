@@ -93,16 +93,15 @@ def test_the_declared_matrix_is_what_the_paper_needs() -> None:
     assert len(spec.clusters) == 3
     run = {name for arm in spec.all_arms(REGISTRY) for name in arm.method.split("+")}
     assert run == {name for name, one in REGISTRY.methods.items() if not one.waits}
-    assert spec.problems() == []
+    spec.check("suite")
 
 
 def test_mistakes_in_a_declaration_are_one_line() -> None:
-    spec = small(baseline="nobody", seq_lens=(5000,))
-    assert spec.problems() == [
-        "baseline: there is no arm 'nobody'",
-        "tokens_per_step 4194304 is not a multiple of seq_len 5000",
-    ]
-    with pytest.raises(ConfigError, match="unknown value 'gpt'"):
+    with pytest.raises(ConfigError, match="suite: baseline: no arm 'nobody'"):
+        small(baseline="nobody").check("suite")
+    with pytest.raises(ConfigError, match="tokens_per_step: 4194304 is not a multiple of seq_len"):
+        small(seq_lens=(5000,)).check("suite")
+    with pytest.raises(ConfigError, match="matrix: models: no model 'gpt'"):
         small().restricted(["gpt"], [])
 
 

@@ -168,7 +168,7 @@ def test_a_long_text_is_said_once_where_all_before_it_repeats(tmp_path: Path) ->
 
 
 def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:
-    assert no_gpu_sentence(results).startswith("We used no GPU (no H800 or A100)")
+    assert no_gpu_sentence(results).startswith("GPUs used: none. Not used: H800, A800,")
     folder = results / "measured" / "executed"
     folder.mkdir(parents=True)
     (folder / "x.json").write_text('{"world": "executed", "device": "NVIDIA H200"}')
@@ -351,7 +351,7 @@ def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
     artifact = Artifact(claims=(claim,), tolerance=1e-6)
     (finding,) = check(artifact, tmp_path, committed)
     assert finding.line.startswith("PASS C7")
-    assert finding.line.endswith("4 rows are yours, not compared.")
+    assert finding.line.endswith("4 rows of your own methods were not compared.")
     head, *lines = read_cells(committed / "matrix_longest.csv") or [[]]
     with (tmp_path / "matrix_longest.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([head, *lines[1:]])

@@ -78,9 +78,9 @@ def test_a_cell_that_trains_otherwise_has_no_gain_is_no_base_and_is_not_drawn(
     assert "gain" not in modules, "its base is wrong"
     table, figure = written(tmp_path, rows), tmp_path / "measured_speed.pdf"
     left = "2 omitted: their training results differ\n"
-    assert drawn(table, figure) == f"measured_speed.pdf: 4 cells with seconds of a GPU; {left}"
+    assert drawn(table, figure) == f"measured_speed.pdf: 4 cells that were timed on a GPU; {left}"
     said = drawn(written(tmp_path, [rows[0], rows[2], rows[-1]]), figure)
-    assert said.startswith("no figure: no other cell has seconds of a GPU")
+    assert said.startswith("no figure: no other cell was timed on a GPU")
     assert said.endswith(left)
 
 
@@ -129,11 +129,11 @@ def drawn(table: Path, figure: Path) -> str:
 @pytest.mark.full
 def test_the_figure_is_drawn_where_a_gpu_has_seconds_and_nowhere_else(tmp_path: Path) -> None:
     table, figure = written(tmp_path, ROWS), tmp_path / "measured_speed.pdf"
-    assert drawn(table, figure) == "measured_speed.pdf: 6 cells with seconds of a GPU\n"
+    assert drawn(table, figure) == "measured_speed.pdf: 6 cells that were timed on a GPU\n"
     assert figure.stat().st_size > 1000
     assert figure.with_suffix(".png").stat().st_size > 1000
     assert "mst" in {row["method"] for row in read_sheet(table)}
     said = drawn(written(tmp_path, ROWS[-3:]), figure)
-    assert said == "no figure: no cell has seconds of a GPU (a CPU's time is never performance)\n"
+    assert said == "no figure: no cell was timed on a GPU (a CPU's time is never performance)\n"
     assert not figure.exists(), "nor an older one"
     assert not figure.with_suffix(".png").exists()

@@ -9,12 +9,13 @@ import pytest
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, TABLED
+from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.builders.answers import build
 from rematbench.paper.studies import answers
-from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
+from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, load_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.paper.studies.study import load_study
 from tests.problems import all_methods, layers, problem
@@ -98,10 +99,12 @@ def test_what_cannot_be_answered_says_why(tmp_path: Path) -> None:
 
 
 def test_answers_survive_json(tmp_path: Path) -> None:
-    found = ask(tmp_path, question("saved"))
-    assert read_answers(dump(found), "x") == found
-    with pytest.raises(ValueError, match=r"x: .*"):
-        read_answers(b"[{}]", "x")
+    found, path = ask(tmp_path, question("saved")), tmp_path / "answers.json"
+    path.write_bytes(dump(found))
+    assert load_answers([path]) == found
+    path.write_bytes(b"[{}]")
+    with pytest.raises(CommandError, match=r"answers.json: cannot be read"):
+        load_answers([path])
 
 
 def test_commands_are_runnable_words(tmp_path: Path) -> None:

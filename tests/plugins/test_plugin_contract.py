@@ -61,7 +61,7 @@ BROKEN: list[tuple[str, str, str, bool]] = [
     (RETURN, 'return Unsupported("")', "plan returned Unsupported without a reason", False),
     (RETURN, "return base.noting(x=random.random())", "two calls return different", False),
     ('("q",)', '("no_such",)', "rule matches no saved tensor", False),
-    ('("q",)), Offload()', '("layer_input",)), Recompute()', "has no producer", False),
+    ('("q",)), Offload()', '("layer_input",)), Recompute()', "no operator computes it", False),
     ("(self, problem: Problem, base: Plan)", "(self, base: Plan, problem: Problem)",
      "plan takes (base, problem)", True),
     (RETURN, "global CALLS\n        CALLS += 1\n        return base",

@@ -17,18 +17,9 @@ from rematbench.host.errors import UserError
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
-
-
-def unsound() -> tuple[type[Exception], ...]:
-    """The errors of an unsound lowered plan: a bug in rematbench or in a method file, not wrong
-    input."""
-    places = {
-        "evaluate.proof": "CheckError",
-        "engine.simulate.op_level": "DeadlockError",
-        "engine.program.profile": "LedgerError",
-    }
-    modules = {name: importlib.import_module(f"rematbench.{name}") for name in places}
-    return tuple(getattr(modules[name], error) for name, error in places.items())
+UNSOUND = ("CheckError", "DeadlockError", "LedgerError")
+"""Names of errors of an unsound lowered plan, which is a bug in rematbench or in a method's file.
+Their modules are slow to import."""
 
 
 def _version(value: bool) -> None:
@@ -90,8 +81,8 @@ WORKERS = {
 
 
 class Late(TyperCommand):
-    """A command whose module is imported when it runs.  Its line in the help is read from its
-    file, because to import all commands takes longer than many commands run."""
+    """A command whose module is imported when it runs.  Its line in the help is read from its file,
+    because importing all commands would take longer than many commands run."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """The first sentence of the command's docstring, within `limit` letters."""
@@ -170,7 +161,7 @@ def main() -> None:
         _mistyped(error, command)
     except UserError as error:
         _fail(command, str(error))
-    except BrokenPipeError:  # the reader of the pipe has ended, for example `head`
+    except BrokenPipeError:  # for example `head` has read enough
         sys.stderr.close()
         code = 0
     except OSError as error:  # for example a full disk or an unreadable folder
@@ -178,7 +169,7 @@ def main() -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
-        if not isinstance(error, unsound()):
+        if type(error).__name__ not in UNSOUND:
             raise
         cause = "a bug in rematbench or in your method file"
         text = f"the plan's actions are unsound ({cause}): {type(error).__name__}: {error}"
@@ -197,8 +188,7 @@ def _mistyped(error: TyperException, command: str) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{text}\n")
         sys.exit(2)
-    hint = _meant(text) or _our_option(text)
-    _fail(context.command_path if context else command, text.rstrip(".") + hint)
+    _fail(context.command_path if context else command, text.rstrip(".") + _meant(text))
 
 
 OPTIONS_MEANT = {
@@ -206,25 +196,13 @@ OPTIONS_MEANT = {
     r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
     r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }
-"""The options that a mistyped option or value means, by the words of the message about it."""
+"""The option that was probably meant, by a pattern in the message about a wrong option or value."""
 
 
 def _meant(message: str) -> str:
-    """The options that do what an option, or a value, that does not exist asks for."""
+    """A hint at the option that was probably meant; empty without one."""
     reasons = (why for words, why in OPTIONS_MEANT.items() if re.search(words, message))
     return next((f"; {reason}" for reason in reasons), "")
-
-
-def _our_option(message: str) -> str:
-    """A hint to the option here for an unknown option of Megatron; empty for other messages."""
-    unknown = re.match(r"No such option:? '?--([\w-]+)", message)
-    if unknown is None:
-        return ""
-    keys = importlib.import_module("rematbench.foreign.keys")
-    job = importlib.import_module("rematbench.inputs.job")
-    name = keys.dialect("megatron")[""].numbers.get(unknown[1].replace("-", "_"), "")
-    known = {field.name for field in job.options()}
-    return f"; here it is {job.flag(name)}" if name in known else ""
 
 
 def _fail(where: str, message: str, code: int = 2) -> None:

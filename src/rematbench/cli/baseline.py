@@ -1,6 +1,7 @@
 """The commands `baseline` (list, run, predict) and `flags`, which prints a plan as its options."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +10,7 @@ import typer
 from msgspec.structs import asdict
 from typer import Argument, Option
 
-from rematbench.cli.options import (
-    Request,
-    RunOptions,
-    Timeout,
-    request,
-    settings_of,
-    takes_run,
-)
+from rematbench.cli.options import Request, RunOptions, Timeout, request, settings_of, takes_run
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.show import banner
 from rematbench.cli.targets import Json, Out, need_file
@@ -24,6 +18,7 @@ from rematbench.cli.titan import TITAN, titan_answer
 from rematbench.evaluate.result import evaluate_method, told_fragmented
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.table import GIB
+from rematbench.inputs.configfile import require_among
 from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.plan import Unsupported
 from rematbench.plugins.discover import check_baseline
@@ -32,7 +27,7 @@ from rematbench.problem import Problem
 from rematbench.worlds import package
 from rematbench.worlds.packages.flags import Costs, FlagsAnswer, alike, costs, flags_of
 from rematbench.worlds.packages.process import (
-    BaselineError,
+    Device,
     baselines,
     broken_baselines,
     package_system,
@@ -83,17 +78,15 @@ def check(
 
 
 def of_baseline(options: RunOptions) -> Request:
-    """The request of a run's options, with the baseline's policy as its method.  IDENTITY stands in
-    for the policy while the problem is built; a package's stack for the default one.
-    CommandError for an order or partition that no baseline runs."""
+    """The request of a run's options, with the baseline's policy as its method.  Without --system
+    the package's own stack is taken.  CommandError for an order or partition that no baseline
+    runs."""
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
     if not problem["system"]:
         problem["system"] = package_system(options.method, DEFAULT_SYSTEM)
-    plain_options = RunOptions(
-        **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},
-    )
-    made = request(plain_options)
+    # request() knows methods only, so keep_all stands in for the policy.
+    made = request(replace(options, method=IDENTITY, settings=None, problem=problem))
     if made.base != made.problem.base_plan:
         given = "--partition" if options.partition else "--gpipe"
         raise CommandError(
@@ -139,7 +132,7 @@ def predict_baseline(
 
 @app.command("run")
 @takes_run
-def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     run: RunOptions,
     steps: Annotated[
         int, Option(min=1, help="Number of steps to check (loss, gradients, bytes).")
@@ -148,9 +141,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     timed_steps: Annotated[
         int, Option(min=0, help="On GPUs: number of timed steps.")
     ] = TIMED_STEPS,
-    device: Annotated[
-        str, Option(metavar="cpu|cuda", help="Device to run on (default: cuda if available).")
-    ] = "",
+    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     rank: Rank = None,
@@ -168,8 +159,6 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
       rematbench baseline run megatron_core --model tiny-llama --cluster this-machine --gpus 2
         --seq-len 128 --global-batch 4 --tp 2 --precision fp32 --set recompute=full
     """
-    if device not in ("", "cpu", "cuda"):
-        raise CommandError(f"--device {device}: expected cpu or cuda")
     need_file("-o", out)
     made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
@@ -220,7 +209,8 @@ def show(record: Record, problem: Problem | None = None) -> None:
     if seen is None or engine is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
         return
-    typer.echo(f"{engine.label} ({record.world}; {_versions(engine.stack)}; {engine.backend})")
+    versions = ", ".join(f"{name} {version}" for name, version in engine.stack.items())
+    typer.echo(f"{engine.label} ({record.world}; {versions}; {engine.backend})")
     for name, kernel in engine.kernels.items():
         typer.echo(f"  {name}: {kernel}")
     if engine.shim:
@@ -238,10 +228,6 @@ def show(record: Record, problem: Problem | None = None) -> None:
         typer.echo(f"  {speed_text(measured_speed(problem, seen.step_s, engine.device))}")
 
 
-def _versions(stack: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in stack.items())
-
-
 @takes_run
 def flags(
     run: RunOptions,
@@ -254,9 +240,9 @@ def flags(
     """Print the options of a baseline that equal a method's plan, or list what it cannot express.
 
     megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON;
-    torchtitan: its configuration as TOML, with torchao's converters.  The facts of the stack that
-    no option of the first two gives follow as "assumed, not set".  Exit code 0 if equal, 1 if the
-    baseline cannot express the plan.
+    torchtitan: its configuration as TOML, with torchao's converters.  Facts of the stack for which
+    the first two have no option follow as "assumed, not set".  Exit code 0 if the options equal the
+    plan, 1 if the baseline cannot express it.
 
     \b
     Example:
@@ -265,9 +251,7 @@ def flags(
       rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
         --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
     """
-    if baseline not in (*baselines(), TITAN):
-        known = ", ".join((*baselines(), TITAN))
-        raise BaselineError(f"--baseline {baseline}: expected one of {known}")
+    require_among([baseline], (*baselines(), TITAN), ("", "--baseline", "baseline"))
     asked = request(run)
     plan = asked.method.plan(asked.problem, asked.base)
     if isinstance(plan, Unsupported):

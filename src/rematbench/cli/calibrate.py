@@ -14,18 +14,8 @@ from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
 from rematbench.cli.targets import need_file
-from rematbench.evidence.accuracy import (
-    left_out_errors,
-    load_accuracy,
-    ratio_error,
-)
-from rematbench.evidence.calibrate import (
-    SCALES,
-    leave_one_out,
-    left_out_bytes,
-    moved,
-    tangents,
-)
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy, ratio_error
+from rematbench.evidence.calibrate import SCALES, leave_one_out, left_out_bytes, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.expert_pace import fitted_pace, left_out_experts
 from rematbench.evidence.fit import FitReport
@@ -77,7 +67,7 @@ def calibrate(
         bool,
         Option(
             "--experts",
-            help="The pace of experts' launches in place of all other constants.",
+            help="Fit only the pace at which the host issues the launches of experts.",
         ),
     ] = False,
     nbytes: Annotated[
@@ -166,14 +156,14 @@ def _show_fit(start: Calibration, report: FitReport) -> None:
 # -- a user's stack -------------------------------------------------------------------------------
 
 MOST_ROWS = 20
-"""The most rows of a calibration; more rows are for a refit of constants (another command)."""
+"""The most rows of a calibration; with more rows, constants can be refitted instead."""
 LOGGED = {"source": "mine", "status": "ok"}
-"""Columns that only scores need; a user's sheet may lack them."""
+"""Columns that only scoring needs, with the values that they have if a user's sheet lacks them."""
 SUFFIXES = (".yaml", ".yml")
 
 
 WIDEST = 0.5
-"""Half-width of a band above which a stack file says too little to be written unasked."""
+"""Half-width of a band above which a stack file is written only with --force."""
 
 
 def calibrate_user_stack(
@@ -185,8 +175,8 @@ def calibrate_user_stack(
         raise CommandError(
             f"-o {output}: the name of a stack file must end in {' or '.join(SUFFIXES)}"
         )
-    rows = with_tangents(timed_rows(path, processes))
-    before = prior()
+    constants, before = calibration(), prior()
+    rows = [{**row, **tangents(row, constants)} for row in timed_rows(path, processes)]
     if wrong := refusals(rows, before):
         raise CommandError(f"{path}: {'; '.join(wrong)}")
     data = measured(rows)
@@ -216,7 +206,7 @@ def calibrate_user_stack(
         if half_width > WIDEST and not force:
             raise CommandError(
                 f"{output}: not written: the calibrated stack has a band of +-{percent(half_width)}"
-                f", and more than {percent(WIDEST)} needs --force (mistyped rows are likelier)"
+                f"; above {percent(WIDEST)} that needs --force, because mistyped rows are likelier"
             )
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(
@@ -250,12 +240,6 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     return found
 
 
-def with_tangents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with the tangents of its step time over the scales."""
-    constants = calibration()
-    return [{**row, **tangents(row, constants)} for row in rows]
-
-
 def _show(out: Console, theta: Array, covariance: Array) -> None:
     table = grid("scale", "factor", "+-", title="Fitted scales (factors on seconds)")
     for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
@@ -264,11 +248,13 @@ def _show(out: Console, theta: Array, covariance: Array) -> None:
 
 
 def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
-    """Whose errors the band has."""
+    """The rows or stacks whose errors gave the band its half-width, in words."""
     if half_width > band_after(len(rows)):
-        return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
+        return f"of these rows{', each left out of its fit' if len(rows) > 1 else ' after the fit'}"
     known = max(count for count in COUNTS if count <= len(rows))
-    more = "" if known == len(rows) else f" (the largest number tried below your {len(rows)})"
+    more = (
+        "" if known == len(rows) else f" (the largest tried number of rows below your {len(rows)})"
+    )
     return f"of published stacks after a calibration on {known} row{'s' * (known > 1)} each{more}"
 
 

@@ -37,8 +37,10 @@ def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign
 def run_cells(
     suite: SUITE,
     store: STORE,
-    bundle: Annotated[str, Option(metavar="NAME", help="METHOD.NODESxGPUS.PART.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
+    bundle: Annotated[str, Option(metavar="NAME", help="Bundle: METHOD.NODESxGPUS.PART.")],
+    output: Annotated[
+        Path, Option("-o", "--output", metavar="DONE.json", help="Where its manifest goes.")
+    ],
     cluster: CLUSTER = "",
     job_id: Annotated[str, Option(metavar="ID", help="Slurm job id of this process.")] = "",
     methods: Methods = None,

@@ -42,7 +42,7 @@ from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
 from rematbench.host.console import console, gib, percent, plain, rounded
-from rematbench.host.table import GIB, write_sheet
+from rematbench.host.table import GIB, grouped, write_sheet
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import broken_baselines
 
@@ -58,7 +58,7 @@ MOST_PARTS = 3
 
 
 @takes_problem
-def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def compare(  # noqa: PLR0913, PLR0917  # every option is a parameter
     run: RunOptions,
     output: Annotated[
         Path | None,
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         limit_s=limit,
     )
     printed = Ranking(console(), comparison, every=notes)
-    shipped()  # free here, while the workers' server imports its modules
+    shipped()  # loaded while the workers' server imports
     comparison.quick()
     if not json:
         printed.table(comparison.results())
@@ -117,7 +117,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     results = comparison.results()
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
-    tight = comparison.when_tight(results)
     rows = table(results)
     if json:
         answer = {
@@ -126,11 +125,10 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
             "would_fit": changes,
             "unavailable": comparison.registry.broken,
             "left_out": comparison.left_out,
-            "when_tight": tight and tight.row(),
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        printed.notes(results, changes, tight)
+        printed.notes(results, changes)
         best = results[0] if results else None
         twin = without_recipe(run, best.method) if best and best.evaluation else None
         if best is not None and twin is not None:
@@ -198,17 +196,13 @@ class Ranking:
         if rows:
             self.plans.rows(rows)
 
-    def notes(
-        self, results: Sequence[Result], changes: Sequence[str] = (), tight: Result | None = None
-    ) -> None:
-        """Print the verdict where planners changed it, a faster `tight` plan, what would make a
-        method fit where none does (`changes`), and how to read the table."""
+    def notes(self, results: Sequence[Result], changes: Sequence[str] = ()) -> None:
+        """Print the verdict if planners changed it, the changes that would make a method fit if
+        none does, and how to read the table."""
         self.out.print()
         if verdict(results) != self.verdict:
             late = "(a planner finished this plan after the table was printed)"
             self._say(f"{verdict(results)} {late}", style="bold")
-        if tight is not None:
-            self._say(f"FASTER but tight: {summary(tight)}, with --reserve-gib 0")
         shown = {result.method for result in results if result.verdict is not None}
         for policy in self.comparison.config.policies:
             if policy.keys and policy.name in shown:
@@ -346,14 +340,11 @@ def notes(results: Sequence[Result], absent: Sequence[str] = ()) -> list[str]:
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
-    """Lines that name the rows that fit and have no time, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for result in results:
-        if result.fits and result.not_timed:
-            reasons.setdefault(result.not_timed, []).append(result.method)
-    every = sum(result.fits for result in results)
+    """Lines that name the rows that fit but are not timed, grouped by reason."""
+    fitting = [result for result in results if result.fits]
+    reasons = grouped((one.not_timed, one.method) for one in fitting if one.not_timed)
     return [
-        reason if len(methods) == every else f"{reason}: {'; '.join(methods)}"
+        reason if len(methods) == len(fitting) else f"{reason}: {'; '.join(methods)}"
         for reason, methods in reasons.items()
     ]
 

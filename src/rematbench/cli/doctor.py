@@ -39,7 +39,6 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
     need_file("--write", write)
     out = console()
     out.print(_facts())
-    out.print(_worlds())
     if write is None:
         return
     gpus = nvidia_gpus()
@@ -60,18 +59,11 @@ def _facts() -> Table:
     table.add_row("methods", ", ".join(found.methods) or "none")
     for path, reason in found.broken.items():
         table.add_row("broken method", f"{path}: {reason}")
+    torch = importlib.util.find_spec("torch") is not None
+    real = "traced, executed (gloo on CPUs, NCCL on GPUs)" if torch else "others need torch"
+    table.add_row("worlds", f"published, simulated; {real}")
     counted = ", ".join(f"{len(names(kind))} {kind}s" for kind in ("model", "cluster", "system"))
     table.add_row("config", counted)
-    return table
-
-
-def _worlds() -> Table:
-    table = align_left(grid("world", "available", "needs"), 1, 2)
-    there = "yes" if importlib.util.find_spec("torch") is not None else "no"
-    table.add_row("published", "yes", "nothing (numbers from papers)")
-    table.add_row("simulated", "yes", "nothing (runs on any laptop)")
-    table.add_row("traced", there, "torch; one CPU process")
-    table.add_row("executed", there, "torch; gloo on CPUs, NCCL on GPUs")
     return table
 
 

@@ -1,20 +1,13 @@
 """The commands `execute` and `trace`: a plan on torch, in processes or on fake tensors."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from rematbench.cli.baseline import finish_baseline, of_baseline
-from rematbench.cli.options import (
-    Request,
-    RunOptions,
-    Timeout,
-    refuse_baseline,
-    request,
-    takes_run,
-)
+from rematbench.cli.options import Request, RunOptions, Timeout, refuse_baseline, request, takes_run
 from rematbench.cli.real import (
     Address,
     Local,
@@ -32,16 +25,15 @@ from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 from rematbench.worlds import executed, package, traced
 from rematbench.worlds.executed import How
-from rematbench.worlds.packages.process import baselines
+from rematbench.worlds.packages.process import Device, baselines
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.suite_cells import Cell
 
 SEQ_LEN = 128
-Device = Literal["cpu", "cuda"]
 
 
 @takes_run
-def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def execute(  # noqa: PLR0913, PLR0917  # every option is a parameter
     run: RunOptions,
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 3,
     against: Annotated[
@@ -81,7 +73,10 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     kind = rank_processes.device_kind(device or "")
     need_gpu(kind)
     cell = cell_of(asked)
-    other = _other(asked, run, against) if against else None
+    other = None
+    if against:
+        method = discover(run.methods or ()).resolve(against, None, asked.problem)
+        other = Cell(against, asked.problem, method, method.plan(asked.problem, asked.base))
     how = How(device=kind, steps=steps, compare=bool(against), timed_steps=TIMED_STEPS)
     record = executed.run(cell, how, other, timeout_s=timeout, place=given, out=out)
     if record is None:  # a launcher's process other than rank 0
@@ -103,12 +98,6 @@ def _with_defaults(run: RunOptions) -> RunOptions:
     }
     filled = {key: given[key] or value for key, value in usual.items()}
     return dataclasses.replace(run, problem={**given, **filled})
-
-
-def _other(asked: Request, run: RunOptions, against: str) -> Cell:
-    """The cell of the method to compare with, named by the text of --against."""
-    method = discover(run.methods or ()).resolve(against, None, asked.problem)
-    return Cell(against, asked.problem, method, method.plan(asked.problem, asked.base))
 
 
 @takes_run

@@ -27,13 +27,11 @@ def expect(
 ) -> None:
     """Check the artifact's claims against the committed tables; exit code 1 if one fails.
 
-    A claim whose tables are not there says NOT MADE.  With --claim the others are not checked.
-    Searches (--searches) must be as committed but for the rounding of sums of seconds.
+    A claim without its tables is NOT MADE.  --claim checks only the named claims; --searches
+    compares only search results, which must equal the committed ones up to rounding.
 
-    \b
-    Example:
-      rematbench expect results/paper/tables results/expected
-      rematbench expect results/paper/tables results/expected --claim C1
+    \b Example: rematbench expect results/paper/tables results/expected rematbench expect
+    results/paper/tables results/expected --claim C1
     """
     if searches:
         for line in compare_folders(tables, expected):

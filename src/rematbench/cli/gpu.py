@@ -11,6 +11,7 @@ from typer import Option
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder
 from rematbench.host.console import CommandError, console, rich_table
+from rematbench.inputs.configfile import require_among
 from rematbench.inputs.paths import data_dir
 from rematbench.measure.layer_suite import HandCell, layer_cells, load_layers
 from rematbench.measure.parts.checks import Summary
@@ -47,7 +48,7 @@ Where = Annotated[
 ]
 
 
-def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
     output: Output,
     suite: SuiteFile = None,
     part: Parts = None,
@@ -101,14 +102,12 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
         return
     need_torch()
     names = part or list(LIMITS)
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise CommandError(f"--part {unknown[0]}: expected one of {', '.join(PARTS)}")
+    require_among(names, [*PARTS], ("", "--part", "part"))
     asked = GpuRequest(
         suite=suite, output=output, device=device, only=tuple(only or ()), seconds=seconds
     )
     for name in names:
-        asked.check(name)  # an unreadable suite or method ends the command here
+        asked.check(name)  # before any part runs, an unreadable suite ends it
     if inside:
         for name in names:
             PARTS[name](asked)

@@ -24,6 +24,7 @@ from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError, plain
 from rematbench.host.table import GIB
+from rematbench.inputs.configfile import require_among
 from rematbench.workload import Work
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
@@ -33,8 +34,8 @@ ANY_FIT = ("context", "rank", "base")
 
 
 class Inverse(Struct, frozen=True, kw_only=True):
-    """An inverse question: the quantity to find, and its target: tokens per
-    second, seconds of a step, or a share of the best step that may be lost."""
+    """An inverse question: the quantity to find, and its target, which is the tokens per second of
+    all GPUs, the seconds of a step, or the share of the best speed that may be lost."""
 
     find: str
     speed: float
@@ -43,9 +44,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
 
     def check(self, work: Work) -> None:
         """CommandError for an unknown quantity, or a target that is missing."""
-        if self.find and self.find not in get_args(Question):
-            known = ", ".join(get_args(Question))
-            raise CommandError(f"--find {self.find!r}: expected one of {known}")
+        require_among([self.find], get_args(Question), ("", "--find", "quantity"))
         if self.find in ("rank", "base") and not work.partly:
             raise CommandError(f"--find {self.find}: every weight trains; give --lora-rank")
         if self.find == "gpus" and self.speed <= 0:

@@ -1,6 +1,6 @@
 """The command `measure`: makes the committed records of the executed and traced worlds again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,12 +19,12 @@ from rematbench.worlds.agreement import agreement_records, disagreements
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.record import Record, keep_record
 from rematbench.worlds.records.suite import load_suite
-from rematbench.worlds.records.suite_cells import Cell, cells
+from rematbench.worlds.records.suite_cells import cells
 
 What = Literal["executed", "traced", "points", "agreement"]
 
 
-def measure(  # an option of the command line each
+def measure(  # every option is a parameter
     what: Annotated[What, Argument(help="Which records.")],
     output: Output,
     suite: Annotated[
@@ -60,13 +60,15 @@ def measure(  # an option of the command line each
         names, wrong = _points(output, only or [])
     elif what == "agreement":
         made = dict(agreement_records(device, gpus_here() if device == "cuda" else 0))
-        names, wrong = _keep(made, output), disagreements(made)
+        names, wrong = _keep(made.items(), output), disagreements(made)
     else:
         path = suite or data_dir("config") / f"{what}.yaml"
         found = cells(load_suite(path), methods or [], only or [])
         if not found:
             raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}")
-        names, wrong = _cells(what, found, output, timeout), {}
+        traces = ((cell, traced.run(cell)) for cell in found)
+        runs = executed.run_cells(found, timeout) if what == "executed" else traces
+        names, wrong = _keep(((cell.name, record) for cell, record in runs), output), {}
     typer.echo(f"{output}: {len(names)} records")
     for name, why in wrong.items():
         typer.echo(f"{name}: {why}", err=True)
@@ -74,25 +76,17 @@ def measure(  # an option of the command line each
         raise typer.Exit(1)
 
 
-def _keep(records: Mapping[str, Record], output: Path) -> list[str]:
-    for name, record in records.items():
+def _keep(records: Iterable[tuple[str, Record]], output: Path) -> list[str]:
+    """Write each record as soon as it is made; return their names."""
+    names = []
+    for name, record in records:
         keep_record(record, output, name)
-    return list(records)
-
-
-def _cells(what: What, found: list[Cell], output: Path, timeout: float) -> list[str]:
-    """Write the records of cells, each as soon as its cell has run; their names."""
-    if what == "executed":
-        for cell, record in executed.run_cells(found, timeout):
-            keep_record(record, output, cell.name)
-        return [cell.name for cell in found]
-    for cell in found:
-        keep_record(traced.run(cell), output, cell.name)
-    return [cell.name for cell in found]
+        names.append(name)
+    return names
 
 
 def _points(output: Path, only: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Trace points of baselines; their names, and why some failed."""
+    """Trace points of baselines; return their names, and the reasons of those that failed."""
     points = load_points()
     require_among(only, [point.name for point in points], ("", "--only", "point"))
     chosen = tuple(point for point in points if not only or point.name in only)

@@ -32,8 +32,7 @@ from rematbench.inputs.job import (
     is_switched_off,
     options,
 )
-from rematbench.inputs.layout import Partition
-from rematbench.inputs.stages import partition_of_sizes
+from rematbench.inputs.layout import Partition, partition_of_sizes
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
@@ -44,8 +43,7 @@ from rematbench.worlds.packages.process import baselines
 MAX_TIMEOUT_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 
-STACKS = f"(Else {DEFAULT_SYSTEM}, with --zero 3 {SHARDED_SYSTEM}.)"
-
+STACKS = f"(Default: {DEFAULT_SYSTEM}; with --zero 3: {SHARDED_SYSTEM}.)"
 
 Timeout = Annotated[
     float,
@@ -100,7 +98,9 @@ class RunOptions:
     ] = None
     reserve_gib: Annotated[
         float | None,
-        Option(min=0, metavar="G", help="GiB that tuned plans leave free (else: by peak errors)."),
+        Option(
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: by peak errors)."
+        ),
     ] = None
     methods: Annotated[
         list[Path] | None,
@@ -141,15 +141,16 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_search(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the facts of a Job as options; it receives them as its first argument.  The
-    degrees that a search tries are open (None) where they are not given."""
+    """Give a command the facts of a Job as options; it receives them as its first argument.
+    Degrees that are not given are None, and the search tries their values."""
     tried = [field.name for field in fields(Fixed) if field.default is None]
-    return _with_options(command, _fact_options(tried, "The search keeps it."), lambda given: given)
+    note = "If given, the search keeps it."
+    return _with_options(command, _fact_options(tried, note), lambda given: given)
 
 
 def takes_facts(note: str, *without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the facts of a Job (but for those `without`) as options whose help ends with
-    `note`; it receives those that are given as its first argument."""
+    """Give a command the facts of a Job, except those in `without`, as options whose help ends with
+    `note`.  It receives the facts that the user gives as its first argument."""
     every = [field.name for field in options()]
     facts = [one for one in _fact_options(every, note) if one.name not in without]
 
@@ -198,7 +199,7 @@ def _with_options(
     signature = inspect.Signature([*options, *extra])
     run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del run.__wrapped__  # else inspect shows the command's own signature
+    del run.__wrapped__  # inspect would show its signature instead
     return run
 
 
@@ -206,12 +207,6 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     """An option; `default` is empty (of dataclasses or of inspect) where there is none."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
-
-
-def _name_broken(folders: list[Path]) -> None:
-    """Name on stderr the files of the user's folders that define no method, with the reason."""
-    for path, reason in discover(folders).broken.items():
-        sys.stderr.write(f"unavailable: {path}: {reason}\n")
 
 
 def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[inspect.Parameter]:
@@ -230,12 +225,14 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
                 words = [f"{on}/--no-{on.removeprefix('--')}"]
         elif kind is bool:  # a switch
             words, default = words or [flag(name)], False
-        elif field.required and default is None:  # typer says so itself only without a default
+        elif field.required and default is None:  # None is a default, so typer does not say it
             text = f"{text.removesuffix('.')} (required)."
         option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
         hint = kind | None if default is None else kind
         yield _parameter(name, Annotated[hint, option], default)
-    about = "Adapters in one option (rank=, targets=, base=, dtype=), or PEFT's file."
+    about = (
+        "Adapters in one option: rank=R,targets=T,base=B,dtype=D, or PEFT's adapter_config.json."
+    )
     yield _parameter("lora", Annotated[str, Option(metavar="rank=R,..", help=about)], "")
 
 
@@ -267,7 +264,7 @@ def adapters_of(text: str) -> dict[str, Any]:
 
 
 def require(given: Mapping[str, Any]) -> None:
-    """CommandError for facts of a Job that are required and not given, but for the stack."""
+    """CommandError for required facts of a Job, except the stack, that are not given."""
     asked = [f.name for f in options() if f.required and f.name != "system"]
     if missing := [flag(name) for name in asked if not given.get(name)]:
         raise CommandError(f"missing option{'s' * (len(missing) > 1)}: {', '.join(missing)}")
@@ -288,22 +285,23 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
             raise CommandError(f"--gpipe needs --vpp 1, but --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     words = (*spec.to_arguments(), *_words(run))
-    if run.methods and name_broken:
-        _name_broken(run.methods)
+    broken = discover(run.methods).broken if run.methods and name_broken else {}
+    for path, reason in broken.items():
+        sys.stderr.write(f"unavailable: {path}: {reason}\n")
     settings = tuple(word for text in run.settings or () for word in ("--set", text))
     job = PlannedJob(problem=problem, base=base, words=words)
     return Request(job=job, method=method, text=run.method, settings=settings)
 
 
 def _with_stack(problem: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a job with the usual stack if nobody names one."""
+    """The facts of a job, with the default stack if none is named."""
     stage = problem.get("zero_stage")
     usual = SHARDED_SYSTEM if stage == PARAMETER_STAGE else DEFAULT_SYSTEM
     return {**problem, "system": problem.get("system") or usual}
 
 
 def _words(options: RunOptions) -> Iterator[str]:
-    """The given options that are no fields of a Job, as typed."""
+    """The options of a run that are not facts of a Job, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:

@@ -1,8 +1,9 @@
 """The commands about one run: plan, simulate, timeline."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -23,15 +24,7 @@ from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.evidence.bands import with_host_rates
-from rematbench.host.console import (
-    CommandError,
-    align_left,
-    console,
-    grid,
-    plain,
-    seconds,
-    worded,
-)
+from rematbench.host.console import CommandError, align_left, console, grid, plain, seconds, worded
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
@@ -168,8 +161,8 @@ def _held(stage: Stage) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
-Lines: TypeAlias = dict[tuple[str, str, Resolved], int]
-"""The numbers of layers with an activation of one fate, by part, name and fate."""
+Lines: TypeAlias = Counter[tuple[str, str, Resolved]]
+"""The number of layers in which an activation has a fate, by part, activation and fate."""
 
 
 def _fate_lines(
@@ -177,21 +170,16 @@ def _fate_lines(
 ) -> list[tuple[list[Phase], Lines]]:
     """The fates of a chunk; phases with equal fates share them."""
     ops = ChunkOps.of_plan(asked.problem, planned, rank, chunk)
-    found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
+    found: list[tuple[list[Phase], Lines]] = []
     for phase in PHASES:
         fates, _ = resolve(planned, ops.sites, phase, 0)
-        same = next((phases for phases, seen in found if seen == fates), None)
+        lines: Lines = Counter((part, name, fate) for (part, _, name), fate in fates.items())
+        same = next((phases for phases, seen in found if seen == lines), None)
         if same is None:
-            found.append(([phase], fates))
+            found.append(([phase], lines))
         else:
             same.append(phase)
-    counted: list[tuple[list[Phase], Lines]] = []
-    for phases, fates in found:
-        lines: Lines = {}
-        for (part, _, name), fate in fates.items():
-            lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
-        counted.append((phases, lines))
-    return counted
+    return found
 
 
 def _fate_table(lines: Lines) -> Table:

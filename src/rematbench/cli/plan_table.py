@@ -10,19 +10,19 @@ from rich.table import Table
 
 from rematbench.costs.flops import over_peak
 from rematbench.evaluate.result import Result
-from rematbench.host.console import align_left, gib, grid, plain, print_uncut, rounded
+from rematbench.host.console import gib, plain, rounded
 from rematbench.host.table import GIB
 
 WIDE = 150
-"""A terminal of so many columns has room for long names."""
+"""A terminal with at least so many columns has room for long names."""
 
 LONGEST, SHORT = 48, 36
 """The most characters of a name on one line, of a wide and of another terminal."""
 
 
 class Head(Struct, frozen=True):
-    """A column: its heading, whether it holds words, and its place in the order in which columns
-    are dropped for room (the highest first; 0: never)."""
+    """A column: its heading, and whether it holds words.  `given_up`: its rank among the columns
+    that are dropped if there is no room (the highest is dropped first; 0: never)."""
 
     text: str
     words: bool = False
@@ -40,12 +40,10 @@ def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> l
 
 class PlanTable:
     """A table of plans, whose columns are those that fit next to its first rows; no cell is cut.
-    `gap`: spaces between columns.  A `framed` table has a frame if there is room for one."""
+    `gap`: spaces between columns."""
 
-    def __init__(
-        self, out: Console, heads: Sequence[Head], *, gap: int = 1, framed: bool = False
-    ) -> None:
-        self.out, self.heads, self.gap, self.framed = out, heads, gap, framed
+    def __init__(self, out: Console, heads: Sequence[Head], *, gap: int = 1) -> None:
+        self.out, self.heads, self.gap = out, heads, gap
         self.kept: list[int] = []
         self._widths: list[int] = []
 
@@ -58,21 +56,12 @@ class PlanTable:
             self.kept = kept(self.heads, widths, self.out.width, gap)
             self._widths = [widths[index] for index in self.kept]
         heads = [self.heads[index] for index in self.kept]
-        if self.framed:
-            table = align_left(
-                grid(*(head.text for head in heads)),
-                *(at for at, head in enumerate(heads) if head.words),
-            )
-        else:
-            table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
-            for head, width in zip(heads, self._widths, strict=True):
-                justify: JustifyMethod = "left" if head.words else "right"
-                table.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
+        for head, width in zip(heads, self._widths, strict=True):
+            justify: JustifyMethod = "left" if head.words else "right"
+            table.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
         for row in rows:
             table.add_row(*(plain(row[index]) for index in self.kept))
-        if self.framed:
-            print_uncut(self.out, table)
-            return
         taken = (max(w, widths[i]) for i, w in zip(self.kept, self._widths, strict=True))
         room = self.out.width
         self.out.width = max(room, sum(taken) + gap * (len(self.kept) - 1))
@@ -104,8 +93,8 @@ def folded_name(text: str, methods: Iterable[str], out: Console) -> str:
 
 
 def summary(result: Result, layout: str = "") -> str:
-    """A plan in a line: method, layout (where it is stated), speed with its band, bytes that are
-    left, and what a node's host holds."""
+    """A plan in a line: method, layout (if given), speed with its band, free device bytes, and the
+    host memory of a node."""
     name = f"{result.method} at {layout}" if layout else result.method
     room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
     host = (result.host_node_bytes or 0) / GIB if layout else 0.0

@@ -9,16 +9,7 @@ from typer import Option
 
 from rematbench.cli.targets import need_file
 from rematbench.evaluate.result import Result
-from rematbench.host.chart_style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PARTS,
-    PINK,
-    SKY,
-    TEXT_IN,
-)  # fmt: skip
+from rematbench.host.chart_style import BLUE, GREEN, GREY, ORANGE, PARTS, PINK, SKY, TEXT_IN
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.inputs.paths import data_dir
@@ -45,9 +36,9 @@ def need_figure(path: Path | None) -> None:
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of a comparison or a search that fit and have a time. Each row is a point with
-    its band as error bar (blue: tied with the first; hollow: outside of what was published; square:
-    what a package has `alone`), and a stacked bar of its step's seconds."""
+    """Draw the rows of a comparison or a search that fit and have a time.  Each row is a point with
+    its band as error bar (blue: tied with the first; hollow: outside of the published range;
+    square: the best plan of a package `alone`), and a stacked bar of its step's seconds."""
     timed = [row for row in rows if row["status"] == "ok" and row["step_s"] is not None]
     fitting = [row for row in timed if not row["same_as"]]
     bars = fitting[:MOST_BARS]
@@ -63,7 +54,8 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_ranks(result: Result, title: str, path: Path) -> None:
-    """Draw the device bytes of each rank at its peak by kind, up to what processes may take."""
+    """Draw the device bytes of each pipeline rank at its peak by kind, and a line at the bytes that
+    a process may use."""
     ranks = result.evaluation.ranks if result.evaluation else ()
     kinds = {
         "parameters": (BLUE, [rank.parameter for rank in ranks]),
@@ -72,19 +64,27 @@ def write_ranks(result: Result, title: str, path: Path) -> None:
         "activations": (ORANGE, [rank.activation_peak for rank in ranks]),
         "buffers": (PINK, [rank.pools for rank in ranks]),
     }
-    begin = [0.0] * len(ranks)
     with _figure(path, 1.4 + 0.17 * len(ranks)) as figure:
         axes = figure.subplots()
+        begin = [0.0] * len(ranks)
         for kind, (colour, sizes) in kinds.items():
             values = [size / GIB for size in sizes]
-            axes.barh(range(len(ranks)), values, left=begin, color=colour, label=kind)
-            begin = [a + b for a, b in zip(begin, values, strict=True)]
+            begin = _stack(axes, values, begin, label=kind, color=colour)
         axes.axvline(result.problem.usable_bytes / GIB, ls="--", color=GREY, label="usable")
         axes.set_yticks(range(len(ranks)), [f"rank {index}" for index in range(len(ranks))])
         axes.invert_yaxis()
         axes.set_xlabel("allocated bytes at the peak (GiB); reserved bytes decide the verdict")
         figure.suptitle(title, fontsize=8)
         figure.legend(loc="outside lower center", ncols=6)
+
+
+def _stack(
+    axes: "Axes", values: Sequence[float], begin: Sequence[float], **look: Any
+) -> list[float]:
+    """Draw one segment of each horizontal bar from `begin` on, and return where the segments
+    end."""
+    axes.barh(range(len(values)), values, left=begin, **look)
+    return [start + length for start, length in zip(begin, values, strict=True)]
 
 
 @contextmanager
@@ -144,8 +144,7 @@ def _steps(axes: "Axes", rows: Sequence[Row]) -> None:
     for part, (colour, label, hatch) in PARTS.items():
         values = [row[f"{part}_s"] or 0.0 for row in rows]
         if any(value > LEAST_S for value in values):
-            axes.barh(places, values, left=begin, label=label, color=colour, hatch=hatch, lw=0.3)
-        begin = [a + b for a, b in zip(begin, values, strict=True)]
+            begin = _stack(axes, values, begin, label=label, color=colour, hatch=hatch, lw=0.3)
     axes.set_yticks(places, [f"{i + 1}  {row['name']}" for i, row in enumerate(rows)], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of the step")

@@ -1,5 +1,7 @@
 """The table of a run's bytes by pipeline rank."""
 
+from itertools import groupby
+
 from rich.table import Table
 
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes
@@ -44,13 +46,8 @@ def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple
         here = evaluation.ranks[rank]
         return (*_parts(here), here.host_peak, beside)
 
-    found: list[tuple[int, int]] = []
-    for rank in range(len(evaluation.ranks)):
-        if found and look(found[-1][1]) == look(rank):
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
+    alike = (list(ranks) for _, ranks in groupby(range(len(evaluation.ranks)), look))
+    return [(ranks[0], ranks[-1]) for ranks in alike]
 
 
 def _parts(rank: RankBytes) -> tuple[int, ...]:

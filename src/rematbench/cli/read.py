@@ -15,11 +15,12 @@ from rematbench.foreign.job import FileJob, file_job
 from rematbench.foreign.packages import read_files
 from rematbench.foreign.reading import Reading
 from rematbench.host.console import CommandError
+from rematbench.host.table import grouped
 from rematbench.plugins.discover import discover
 
 
 @takes_facts("It replaces the files' value.")
-def read(  # an option of the command line each
+def read(  # every option is a parameter
     facts: dict[str, Any],
     files: Annotated[
         list[Path], Argument(metavar="FILE...", help="Launch script, JSON, YAML or TOML.")
@@ -28,7 +29,7 @@ def read(  # an option of the command line each
         int | None, Option(min=1, metavar="V", help="Tokens of the vocabulary.")
     ] = None,
     method: Annotated[
-        str, Option(metavar="METHOD", help="Instead of the files' recomputation.")
+        str, Option(metavar="METHOD", help="Method in place of the files' recomputation.")
     ] = "",
     output: Annotated[
         Path | None,
@@ -45,7 +46,7 @@ def read(  # an option of the command line each
     ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
     anyway: Annotated[
-        bool, Option("--anyway", help="Run it also where keys are unknown, without them.")
+        bool, Option("--anyway", help="Run it even if keys are unknown, without these.")
     ] = False,
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.
@@ -107,10 +108,8 @@ def _words(job: FileJob, output: Path) -> list[str]:
 
 def _grouped(lines: list[str]) -> list[str]:
     """The lines `key: reason`, those with one reason as one line."""
-    keys: dict[str, list[str]] = {}
-    for line in dict.fromkeys(lines):
-        key, _, reason = line.partition(": ")
-        keys.setdefault(reason or line, []).append(key)
+    parts = (line.partition(": ") for line in dict.fromkeys(lines))
+    keys = grouped((reason or key, key) for key, _, reason in parts)
     return [
         reason if names == [reason] else f"{', '.join(names)}: {reason}"
         for reason, names in keys.items()

@@ -31,14 +31,14 @@ STEP_S = 1.0
 
 
 @takes_search
-def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
     facts: dict[str, Any],
     method: Annotated[
         list[str] | None,
         Option(
             metavar="X",
-            help="Only this method and its compositions (repeatable); optimizer_offload: also "
-            "states on the host, under all methods or those named.",
+            help="Only this method and its compositions (repeatable); optimizer_offload also tries "
+            "states on the host, with all methods or the named ones.",
         ),
     ] = None,
     methods: Methods = None,
@@ -126,7 +126,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_file("-o", output)
     need_figure(plot)
-    _refuse(find, speed, step, out=(output, json, by_layer, plot))
+    _refuse(find, speed, step, others=(output, json, by_layer, plot))
     require(facts)
     if not facts["system"]:
         facts["system"] = package_system(engine, DEFAULT_SYSTEM)
@@ -167,19 +167,19 @@ def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None
         write_plot(answer.pictured, plot)
 
 
-def _refuse(find: str, speed: float, step: float, *, out: Sequence[object]) -> None:
-    """CommandError for options that have no effect together."""
+def _refuse(find: str, speed: float, step: float, *, others: Sequence[object]) -> None:
+    """CommandError for options that do not work together; `others`: those without --find."""
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
             raise CommandError(f"{option} needs --find {kind}")
-    for option, given in zip(("-o", "--json", "--by-layer", "--plot"), out, strict=True):
+    for option, given in zip(("-o", "--json", "--by-layer", "--plot"), others, strict=True):
         if given and find:
             raise CommandError(f"{option} cannot be used with --find")
 
 
 def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:
-    """(last progress, whether the search ended by itself); False after Ctrl-C.  Without bounds, the
-    plans that fit."""
+    """(last progress, whether the search ended without Ctrl-C).  If no bound covers the stages, the
+    progress has the plans that fit."""
     if not job.bounded:
         return Progress(results=ByLayer(job).stated()), True
     at, last = Progress(), time.monotonic()

@@ -30,8 +30,8 @@ from rematbench.host.console import plain
 
 
 class SearchAnswer:
-    """The answer of the search `job` after its last progress.  `results`: its `top` fastest
-    plans; `ended`: False after Ctrl-C; `out`: where the answer is printed (None: nowhere)."""
+    """The answer of the search `job`.  `at`: its last progress; `top`: how many of the fastest
+    plans it has; `ended`: False after Ctrl-C; `out`: where it is printed (None: nowhere)."""
 
     def __init__(
         self, out: Console | None, job: SearchJob, at: Progress, top: int, *, ended: bool
@@ -140,17 +140,16 @@ class SearchAnswer:
 
     @property
     def pictured(self) -> list[dict[str, Any]]:
-        """Every number of the plans, and of what packages have alone, named with their layout."""
-        alone = {name: item for name, item in self.alone.items() if item and item.fits}
-        first = {"tied_with_best": True}
+        """Every number of the plans, and of the best plan of each package alone, named with their
+        layouts."""
         rows = [
             item.row() | {"name": item.method.replace("+", "\n+") + f"\n{where(item)}"}
             for item in self.results
         ]
-        rows[:1] = [row | first for row in rows[:1]]
         return rows + [
             item.row() | {"name": f"{name} alone\n{where(item)}", "alone": True}
-            for name, item in alone.items()
+            for name, item in self.alone.items()
+            if item and item.fits
         ]
 
     def json(self) -> str:
@@ -178,7 +177,7 @@ class SearchAnswer:
 
 
 def _doing(text: str) -> None:
-    """Say on a terminal what runs now (empty: nothing)."""
+    """Show on a terminal what the search does now; an empty text clears the line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()

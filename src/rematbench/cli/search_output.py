@@ -24,12 +24,7 @@ from rematbench.cli.plan_table import (
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
-from rematbench.host.console import (
-    gib,
-    percent,
-    plain,
-    rounded,
-)
+from rematbench.host.console import gib, percent, plain, rounded
 from rematbench.host.table import GIB
 from rematbench.worlds.packages.process import broken_baselines
 
@@ -62,7 +57,7 @@ def show_space(out: Console, job: SearchJob) -> None:
 
 
 def assumed_of(job: SearchJob) -> str:
-    """The kernels and constants of every layout of a search: they are those of one."""
+    """The kernels and constants that a search assumes, which all of its layouts share."""
     return assumed(job.problem(job.space.choices[0]))
 
 
@@ -77,7 +72,7 @@ def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
         return ""
     out.print(plain(f"FASTEST: {summary(results[0], where(results[0]))}"), style="bold")
     out.print()
-    table = PlanTable(out, HEADS, framed=True)
+    table = PlanTable(out, HEADS)
     rows = [
         list(_cells(out, job, search_row(place, item), item))
         for place, item in enumerate(results, 1)
@@ -87,7 +82,7 @@ def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
 
 
 def where(result: Result) -> str:
-    """A layout in words: what is above one, and where the optimizer's states are."""
+    """A layout in words: the degrees above 1, and the optimizer's states if the host has them."""
     lay, uneven = result.problem.layout, result.job.uneven_layers
     words = [f"{name} {getattr(lay, name)}" for name in (*DEGREES, "ep") if getattr(lay, name) > 1]
     words += ["without sp"] if lay.tp > 1 and not lay.sp else []
@@ -97,21 +92,16 @@ def where(result: Result) -> str:
     words += [f"zero {lay.zero_stage}"] if lay.dp > 1 or lay.zero_stage > 1 else []
     words += [f"shard degree {lay.shard_degree}"] if lay.shard_degree else []
     words += [f"--partition {uneven}"] if uneven else []
-    words += ["optimizer on host"] if _hosts(result) else []
-    words += _exchange(result)
+    words += _chosen(result)
     return " ".join(words) or "1 GPU"
 
 
-def _hosts(result: Result) -> bool:
-    """Whether the optimizer's states are in host memory."""
-    return result.base.state("optimizer").home == "host"
-
-
-def _exchange(result: Result) -> list[str]:
-    """Words on the dispatcher, the CUDA graphs and the overlap of experts' exchanges where the run
-    chooses them."""
+def _chosen(result: Result) -> list[str]:
+    """Words on what a run chooses beside its degrees: the optimizer's states on the host, the
+    dispatcher, the CUDA graphs and the overlap of experts' exchanges."""
     chosen = result.problem.stack_choice
-    words = [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
+    words = ["optimizer on host"] if result.base.state("optimizer").home == "host" else []
+    words += [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
     words += [f"graphs {chosen.cuda_graphs}"] if chosen.cuda_graphs else []
     return words + (["exchanges overlap"] if chosen.ep_overlap in ("on", "delayed_wgrad") else [])
 
@@ -120,8 +110,7 @@ def _cells(out: Console, job: SearchJob, row: dict[str, Any], result: Result) ->
     lay = result.problem.layout
     words = [f"layers {row['partition']}"] if result.job.uneven_layers else []
     words += ["without sp"] if lay.tp > 1 and not lay.sp else []
-    words += ["optimizer on host"] if _hosts(result) else []
-    words += [*_exchange(result), *([f"ep {lay.ep} etp {lay.etp}"] if lay.etp is not None else [])]
+    words += [*_chosen(result), *([f"ep {lay.ep} etp {lay.etp}"] if lay.etp is not None else [])]
     name = folded_name("; ".join((row["name"], *words)), job.registry.methods, out)
     yield from (str(row["place"]), name, str(lay.tp))
     exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""
@@ -141,7 +130,7 @@ def proof_lines(
     """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
-        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        yield "no bound covers these stages, so methods are tried on all layers and on listed ones"
         return
     if results:
         yield (

@@ -7,10 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.targets import (
-    Methods,
-    need_file,
-)
+from rematbench.cli.targets import Methods, need_file
 from rematbench.evidence.predict import predict_rows, prediction_columns
 from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.row_cases import ASSUMED
@@ -98,7 +95,7 @@ def failure_lines(rows: list[Cell]) -> list[str]:
 
 
 @takes_problem
-def row(  # an option of the command line each
+def row(  # every option is a parameter
     run: RunOptions,
     log: Annotated[Path, Argument(metavar="LOG", help="What the trainer printed.")],
     output: Annotated[Path, Option("-o", "--output", metavar="ROWS.csv")],

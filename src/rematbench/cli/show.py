@@ -17,15 +17,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank, has_exact_pins
+from rematbench.evaluate.problems import faster_attention, leaner_exchanges
 from rematbench.evaluate.proof import Proof
-from rematbench.evaluate.result import (
-    SPEEDS,
-    Band,
-    Result,
-    assumed,
-    faster_attention,
-    leaner_exchanges,
-)
+from rematbench.evaluate.result import SPEEDS, Band, Result, assumed
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import ABOUT, about, in_words, left_free, total_is_checked, trains_in
@@ -41,8 +35,8 @@ MOST_NOTES = 3
 """Notes that are printed without --notes."""
 UNTIMED = "their time is not modelled, and may be several times the step"
 FRAGMENTS = (
-    "fragmentation may exhaust memory late in the step (the verdict replays only the first part "
-    "of a step: two passes more than twice the passes before the peak)"
+    "fragmentation may exhaust memory late in the step (the verdict replays only the start of a "
+    "step: twice the passes before the peak, and two more)"
 )
 BANNERS = {
     "ok": "FITS",
@@ -152,7 +146,7 @@ def heading(problem: Problem) -> list[str]:
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
     both = f" x {lay.tp_columns}" if lay.tp_columns > 1 else ""
-    ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
+    ulysses = f" (of which ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     layers, chunks = work.model.num_layers, lay.num_chunks
@@ -185,7 +179,7 @@ def job_notes(problem: Problem) -> list[str]:
 
 
 def _table_note(problem: Problem) -> str:
-    """What a dense update moves for rows of a memory layer's table that no token reads."""
+    """A note on memory layers: the bytes that a dense update moves for rows that no token reads."""
     given = problem.workload.model.memory
     if given is None:
         return ""
@@ -193,7 +187,7 @@ def _table_note(problem: Problem) -> str:
     return (
         f"memory layers: a token reads {given.picked} of {given.rows:,} rows in each; a step's "
         f"dense update of the table moves {gib(every)} GiB, at most {gib(every - idle)} GiB of it "
-        "for rows that some token reads; no published time"
+        "for rows that some token reads; its time is not published"
     )
 
 
@@ -343,6 +337,8 @@ def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> l
     problem, band = result.problem, result.error_band
     why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
     timed = not evaluation.not_timed and not nominal(problem)
+    exact = result.plan is not None and has_exact_pins(problem.system, result.plan)
+    pins = "in buffers of exact size" if exact else "in blocks of powers of two"
     notes = (
         *nominal(problem),
         *retried(result.retries),
@@ -352,19 +348,14 @@ def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> l
         f"MFU {why}" if why else "",
         *job_notes(problem),
         settings_line(request),
-        f"device memory beside the reserved bytes: CUDA context and communicators; fragmentation "
-        f"{gib(evaluation.reserved_bytes - max(evaluation.peak_device_bytes))} GiB of them "
-        f"({_segments(result)}); bytes of ranks are allocated bytes in issue order",
-        f"host memory: {_pins(result)}; {gib(problem.cluster.host_bytes)} GiB are installed",
+        f"device memory: the CUDA context and communicators are added to the reserved bytes, of "
+        f"which {gib(evaluation.reserved_bytes - max(evaluation.peak_device_bytes))} GiB are "
+        f"fragmentation ({_segments(result)}); bytes of ranks are allocated bytes in issue order",
+        f"host memory: activations are pinned {pins}; {gib(problem.cluster.host_bytes)} GiB are "
+        "installed",
         world_line(problem),
     )
     return [note for note in notes if note]
-
-
-def _pins(result: Result) -> str:
-    """How activations are pinned in host memory."""
-    exact = result.plan is not None and has_exact_pins(result.problem.system, result.plan)
-    return "in buffers of exact size" if exact else "as torch pins it"
 
 
 def world_line(problem: Problem) -> str:
@@ -384,7 +375,8 @@ def retried(retries: Retries | None) -> list[str]:
 
 
 def _segments(result: Result) -> str:
-    """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
+    """What the reserved bytes follow from: planned addresses, or the segments of torch's
+    allocator."""
     plan, problem, evaluation = result.plan, result.problem, result.evaluation
     segments = "expandable" if problem.system.states.expandable_segments else "default"
     if plan is None or plan.addresses != "planned":
@@ -397,13 +389,13 @@ def _segments(result: Result) -> str:
 
 
 def tight_line() -> str:
-    """What `tight` means."""
+    """A note that explains the verdict `tight`."""
     free = f"what tuned plans leave free ({left_free()} of the device total)"
     return f"tight: fits, but the headroom is below {free} or below the bytes that no total counts"
 
 
 def covers() -> str:
-    """The two shares of published rows inside the bands learnt from other sources."""
+    """The shares of published rows inside the bands learnt from the other sources, in words."""
     sources, rows = (f"{100 * share:.0f} %" for share in inside_shares())
     return f"inside: {sources} of rows if each source weighs 1, {rows} if each row does"
 
@@ -416,7 +408,7 @@ def trust(band: Band) -> list[str]:
     )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
-        learnt = learnt if band.sources else "no row: ours, for a GPU by its data sheet alone"
+        learnt = learnt if band.sources else "no row (our choice for a GPU without published rates)"
     if band.open_cause:
         learnt = "published steps of such jobs, whose cause is not known"
     if not band.sources and not band.other_generation:

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from msgspec.structs import asdict
 from typer import Argument, Option
 
 from rematbench.cli.targets import need_file
-from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.stage_memory import stage_bytes
 from rematbench.host.console import console, rich_table
 from rematbench.host.table import GIB, TableText, write_sheet
+from rematbench.paper.builders.stages import stage_rows
 from rematbench.worlds.records.plan_replay import replay
 
 
@@ -26,7 +24,7 @@ def stages(
         str, Option(metavar="FILE.yaml", help="Stack file, if it is not beside the run.")
     ] = "",
 ) -> None:
-    """What fills each pipeline stage's memory at its peak.
+    """Show what fills the memory of each pipeline stage at its peak.
 
     \b
     Example:
@@ -35,13 +33,10 @@ def stages(
       rematbench stages run.json
     """
     need_file("-o", output)
-    again = replay(record, cluster=cluster, system=system)
-    program = lower(again.plan, again.problem)
-    bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
-    rows = tuple(asdict(bar) for bar in bars)
-    parts = [key for key in rows[0] if key != "rank"]
+    rows = stage_rows(replay(record, cluster=cluster, system=system))
+    parts = [key for key in rows[0] if key not in ("rank", "title")]
     table = TableText(
-        title=f"GiB at the peak of each stage: {again.title}",
+        title=f"GiB at the peak of each stage: {rows[0]['title']}",
         heads=("rank", *(part.replace("_", "-") for part in parts)),
         rows=tuple(
             (str(row["rank"]), *(f"{row[part] / GIB:.2f}" for part in parts)) for row in rows
@@ -51,4 +46,4 @@ def stages(
     )
     console().print(rich_table(table))
     if output is not None:
-        write_sheet(output, [{**row, "title": again.title} for row in rows])
+        write_sheet(output, rows)

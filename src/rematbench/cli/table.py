@@ -10,7 +10,6 @@ from typer import Argument, Option
 from rematbench.cli.targets import need_folder
 from rematbench.host.console import CommandError, align_left, console, grid, plain, rich_table
 from rematbench.paper.catalog import PAPER, TableFile, maker, table_files
-from rematbench.paper.sheet.table import Table
 
 
 def table(
@@ -58,24 +57,22 @@ def table(
     folder = output or Path("results") / suite / "tables"
     need_folder("-o", folder)
     for file in files:
-        made = _built(table_files()[file], suite, given or ())
-        for name in [name for name in names if maker(name).name == file]:
-            if name not in made:
-                raise CommandError(f"{name}: its inputs have no row for this table")
-            made[name].write(folder)
+        own = [name for name in names if maker(name).name == file]
+        inputs = _inputs(table_files()[file], given or ())
+        for made in table_files()[file].write(own, folder, suite, inputs):
             if show:
-                console().print(rich_table(made[name].printed()))
-            typer.echo(f"{folder / name}.csv: {len(made[name].rows)} rows")
+                console().print(rich_table(made.printed()))
+            typer.echo(f"{folder / made.name}.csv: {len(made.rows)} rows")
 
 
-def _built(file: TableFile, suite: str, given: Sequence[str]) -> dict[str, Table]:
-    """The tables of a file by name; CommandError for an unknown or missing input."""
+def _inputs(file: TableFile, given: Sequence[str]) -> dict[str, list[str]]:
+    """The paths of `--input NAME=PATH` by name; CommandError if the file has no such input."""
     named: dict[str, list[str]] = {}
     for name, _, path in (word.partition("=") for word in given):
         if name not in file.inputs:
             raise CommandError(f"--input {name}: {file.name}.py has {', '.join(file.inputs)}")
         named.setdefault(name, []).append(path)
-    return file.build(suite, named)
+    return named
 
 
 def _list() -> None:

@@ -8,7 +8,7 @@ from typer import Option
 
 from rematbench.host.console import CommandError
 
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="File or folder to write.")]
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Folder to write.")]
 Methods = Annotated[
     list[Path] | None,
     Option("--methods", metavar="DIR", help="Folder or file with more methods (repeatable)."),
@@ -27,7 +27,7 @@ Out = Annotated[
     Path | None,
     Option("-o", "--output", "--out", metavar="RECORD.json", help="Also write the record."),
 ]
-Notes = Annotated[bool, Option("--notes", help="Print all notes, and not three.")]
+Notes = Annotated[bool, Option("--notes", help="Print all notes instead of three.")]
 Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 
 

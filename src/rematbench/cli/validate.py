@@ -57,7 +57,8 @@ def validate(
         cells = _predicted([row for name in get_args(Sheet) for row in committed(name)], processes)
     published = (PUBLISHED, BESIDE)
     cells = [cell for cell in cells if cell.get("cell", PUBLISHED) in published]
-    _need_measurements(rows, cells)
+    if rows is not None and not any(cell.get(key) for cell in cells for key in MEASURED):
+        raise CommandError(f"{rows}: nothing to score: no row has {', '.join(MEASURED)}")
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
     left_out = left_out_errors(strange, accuracy, calibration())
@@ -72,12 +73,6 @@ def validate(
     if left_out and strange:
         out.print(plain(out_of_source_means(left_out, strange)))
     _verdict(out, report)
-
-
-def _need_measurements(rows: Path | None, cells: list[Cell]) -> None:
-    """CommandError for a user's sheet without a measurement."""
-    if rows is not None and not any(cell.get(key) for cell in cells for key in MEASURED):
-        raise CommandError(f"{rows}: nothing to score: no row has {', '.join(MEASURED)}")
 
 
 def _predicted(sheet: list[Cell], processes: int) -> list[Cell]:

@@ -39,9 +39,9 @@ def verify(
 ) -> None:
     """Repeat the runs of records and compare every number.
 
-    Records may be simulated, traced or executed runs, loss curves and runs of real packages.
-    Dates, hosts and seconds of a GPU are not compared; losses and gradients may differ by rounding.
-     Exit code 1 if a record differs.  For a cluster that is not shipped, give --cluster or --suite.
+    Records may be simulated, traced or executed runs, or runs of real packages.  Dates, hosts and
+    seconds of a GPU are not compared; losses and gradients may differ by rounding.  Exit code 1 if
+    a record differs.  For a cluster that is not shipped, give --cluster or --suite.
 
     \b
     Example:

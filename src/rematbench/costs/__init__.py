@@ -1,1 +1,1 @@
-"""Costs: the operators of a model, with their seconds and bytes."""
+"""The costs of a model's operators, copies, collectives and states, in seconds and bytes."""

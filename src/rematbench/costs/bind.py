@@ -1,4 +1,4 @@
-"""Costs of one problem in seconds: operators, collectives, copies and states.
+"""Seconds of one problem's operators, collectives, copies and updates.
 
 Only this file and bind_kernels.py apply the pure formulas to a cluster, a stack, a layout and a
 calibration.
@@ -23,18 +23,18 @@ class CostModel(KernelCosts):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._comms: dict[tuple[Comm, int | collectives.GroupShape], float] = {}
-        """Seconds of collectives, by pipeline stage and by the shape of the group."""
+        """Seconds of collectives, once by pipeline stage and once by the shape of the group."""
         self._copies: dict[tuple[CopyDirection, CopyTraffic], float] = {}
-        """Rates of copies, by direction and concurrent traffic."""
+        """Rates of copies in bytes/s, by direction and concurrent traffic."""
 
     @cached_property
     def nvlink_bytes_per_s(self) -> float:
-        """Reached rate of one GPU's NVLink, per direction."""
+        """The rate that one GPU reaches over NVLink, per direction."""
         return self.cluster.nvlink_bytes_per_s * self.network.nvlink_efficiency
 
     @cached_property
     def nic_bytes_per_s(self) -> float:
-        """Reached rate of one GPU's share of its node's NICs, per direction."""
+        """The rate that one GPU reaches over its share of the node's NICs, per direction."""
         share = self.cluster.node_network_bytes_per_s / self.cluster.gpus_per_node
         return share * self.network.nic_efficiency
 
@@ -44,18 +44,17 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds in which the host issues one launch.  The stack's constant grows if a node has
-        more ranks of a tensor-parallel group, which issue at the same time, than its cores can
-        serve (`host_ranks`)."""
+        """Seconds that the host needs for one launch.  They grow if more ranks of a tensor-parallel
+        group issue at the same time on a node than its cores can serve (`host_ranks`)."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
         seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
         return seconds * self.system.scales.host
 
     def comm_s(self, comm: Comm, stage: int) -> float:
-        """Seconds of a collective of the worst-placed group at a pipeline stage.
+        """Seconds of a collective for the worst-placed group at a pipeline stage.
 
-        The `dp` group has the ranks over which ZeRO shards states: data- and context-parallel
-        peers; the `replica` group has their peers with equal shards."""
+        Group `dp` contains the ranks over which ZeRO shards states (data- and context-parallel
+        peers), group `replica` the ranks with equal shards."""
         key = (comm, stage)
         if key not in self._comms:
             shape = self.group(comm.group, stage)
@@ -76,7 +75,7 @@ class CostModel(KernelCosts):
                 steps = (size - 1) * (2.0 if comm.kind == "all_reduce" else 1)
                 seconds = collectives.ring_steps_s(steps, size, nodes, comm.nbytes, ring, common)
                 if comm.kind == "all_gather" and comm.group in ("dp", "edp"):
-                    seconds = seconds + size * self.system.zero.broadcast_s
+                    seconds += size * self.system.zero.broadcast_s
             case "all_to_all":
                 seconds = collectives.all_to_all_s(
                     comm.nbytes,
@@ -92,31 +91,33 @@ class CostModel(KernelCosts):
                 seconds = collectives.tree_s(size, nodes)
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
-        return float(seconds) * self.system.scales.communication
+        return seconds * self.system.scales.communication
 
     def _exchange_bytes_per_s(self, comm: Comm) -> float:
-        """Rate of one GPU's NIC in an all-to-all: no more than a proxy on the host sends, where the
-        dispatcher puts each token by itself and the network takes no puts of a GPU."""
+        """The rate of one GPU's NIC in an all-to-all.  If the dispatcher sends token by token and
+        GPUs cannot send by themselves, the host's proxy (`put_s`) limits it."""
         if not (self.cluster.put_s and self._copies_of(comm)):
             return self.nic_bytes_per_s
         token_bytes = self.workload.model.hidden * self.workload.element_bytes
         return min(self.nic_bytes_per_s, token_bytes / self.cluster.put_s)
 
     def _copies_of(self, comm: Comm) -> int:
-        """Copies of each token in an all-to-all whose dispatcher sends a node one of them; 0 where
-        each copy is sent by itself."""
+        """The copies of a token (one per active expert) if the dispatcher sends only one of them to
+        each node; 0 if every copy is sent by itself."""
         experts = self.workload.model.experts
         once = self.system.experts.dispatcher in ("deepep", "hybridep")
         return experts.active if experts and once and comm.group == "ep" else 0
 
     def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
-        """Reached NVLink rate of a GPU in a group with `ranks_in_domain` ranks in its domain."""
+        """The NVLink rate that a GPU reaches in a group with `ranks_in_domain` ranks in its
+        domain."""
         mesh = self.network.nvlink_mesh
-        share = collectives.nvlink_share(ranks_in_domain, self.domain, mesh)
-        return self.nvlink_bytes_per_s * float(share)
+        return self.nvlink_bytes_per_s * collectives.nvlink_share(
+            ranks_in_domain, self.domain, mesh
+        )
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
-        """The shape in the NVLink domains of the worst-placed group of a kind."""
+        """How the worst-placed group of a kind is spread over NVLink domains."""
         return collectives.worst_group(
             self._placement,
             "state" if group == "dp" else group,
@@ -133,10 +134,10 @@ class CostModel(KernelCosts):
     def p2p_s(
         self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
     ) -> float:
-        """Seconds of one rank's send to its peer in another stage, for the worst-placed pair.
+        """Seconds of a rank's send to its peer in another stage, for the worst-placed pair.
 
-        If the tensor is `replicated` over tensor-parallel ranks, each rank sends a part of it, and
-        the parts are gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv
+        If the tensor is `replicated` over tensor-parallel ranks, each of them sends a part, and the
+        receivers gather the parts over NVLink (scatter/gather, Narayanan et al. 2021, arXiv
         2104.04473, section 4.1; DeepSpeed's partitioned pipeline sends do the same)."""
         if replicated and self.layout.tp > 1:
             gathered = self.comm_s(Comm("all_gather", "tp", nbytes), to_stage % self.layout.pp)
@@ -144,7 +145,7 @@ class CostModel(KernelCosts):
         return self._send_s(nbytes, from_stage, to_stage)
 
     def crosses(self, from_stage: int, to_stage: int) -> bool:
-        """Whether a send between two stages leaves an NVLink domain, for the worst-placed pair."""
+        """Whether any pair of peers of two stages is in different NVLink domains."""
         return collectives.crosses_nodes(
             self._placement,
             from_stage % self.layout.pp,
@@ -154,46 +155,41 @@ class CostModel(KernelCosts):
         )
 
     def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        seconds = collectives.point_to_point_s(
-            nbytes,
-            self.crosses(from_stage, to_stage),
-            self._group_nvlink_bytes_per_s(2),
-            self.nic_bytes_per_s,
-            self.common,
-        )
-        return float(seconds) * self.system.scales.communication
+        crosses, nvlink = self.crosses(from_stage, to_stage), self._group_nvlink_bytes_per_s(2)
+        nic, common = self.nic_bytes_per_s, self.common
+        seconds = collectives.point_to_point_s(nbytes, crosses, nvlink, nic, common)
+        return seconds * self.system.scales.communication
 
     def copy_s(
         self, nbytes: float, direction: CopyDirection, traffic: CopyTraffic = NO_TRAFFIC
     ) -> float:
-        """Seconds of a copy to or from pinned host memory, concurrent with `traffic`."""
+        """Seconds of a copy to or from pinned host memory while `traffic` runs."""
         key = (direction, traffic)
         if key not in self._copies:
             self._copies[key] = self.copy_bytes_per_s(direction, traffic)
-        return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
+        return copies.host_copy_s(nbytes, self._copies[key], self.common)
 
     def copy_bytes_per_s(
         self, direction: CopyDirection = "d2h", traffic: CopyTraffic = NO_TRAFFIC
     ) -> float:
-        """Rate of a copy concurrent with `traffic`: the lower of the GPU's share of the link to the
-        host and its share of the socket's DRAM rate."""
+        """The rate of a copy while `traffic` runs: the lower of the GPU's share of the host link
+        and its share of the socket's DRAM rate."""
         cluster, common = self.cluster, self.common
         ranks = min(cluster.gpus_per_node, self.layout.gpus)
         outwards = direction == "d2h"
         link = cluster.host_link_bytes_per_s(ranks)
         dram = cluster.socket_bytes_per_s(ranks) * common.dram_efficiency / common.pcie_efficiency
         keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
-        rate = copies.shared_link_bytes_per_s(
+        return copies.shared_link_bytes_per_s(
             min(link, dram),
             min(link * keeps, dram / 2),
             self.nic_bytes_per_s,
             traffic.two_way_share,
             traffic.sent_per_d2h if outwards else traffic.received_per_h2d,
         )
-        return float(rate)
 
     def network_bytes(self, comm: Comm, stage: int) -> float:
-        """Bytes of a collective that cross the link between a GPU and its NIC, in one direction."""
+        """Bytes of a collective that the busiest GPU sends over its link to the NIC."""
         shape = self.group(comm.group, stage)
         if shape.nodes == 1:
             return 0.0
@@ -202,24 +198,18 @@ class CostModel(KernelCosts):
         return collectives.network_bytes(comm.kind, comm.nbytes, shape, most, copies)
 
     def device_copy_s(self, nbytes: int) -> float:
-        """Seconds of a copy inside the device (SPLIT, JOIN): each byte is read and written once."""
+        """Seconds of a copy inside the device (SPLIT, JOIN), which reads and writes each byte."""
         return float(self._memory_s(2.0 * nbytes)) + self.stack.gap_s
 
     def optimizer_s(self, parameters_per_rank: int) -> float:
-        """Seconds of gradient clipping and the update of a rank's parameters, on the GPU."""
-        traffic = states.optimizer_traffic_bytes(
-            parameters_per_rank,
-            self.system.states.param_bytes,
-            self.system.states.grad_bytes,
-            self.system.states.optimizer_bytes + self.system.states.step_scratch_bytes,
-            self.common,
-        )
-        return float(self._memory_s(float(traffic)))
+        """Seconds of gradient clipping and the update of a rank's parameters on the GPU."""
+        each = states.optimizer_traffic_bytes(self.system, self.common)
+        return float(self._memory_s(parameters_per_rank * each))
 
     def quantise_s(self, weights: int) -> float:
-        """Seconds in which weights are quantised once a step, if the rank keeps the copies.  They
-        are read in the bytes of the parameters, once more for each pass over their largest
-        elements, and written in each form."""
+        """Seconds to quantise a number of weights once per step, if the rank keeps the copies.  The
+        parameters are read once, and again for each search of the largest element; all quantised
+        copies are written."""
         held = holds_copies(self.workload, self.system, self.layout.zero_stage)
         if self.recipe is None or not held:
             return 0.0
@@ -228,9 +218,9 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all bytes minus the bytes of the system and
-        the processes.  With an optimizer on the host these bytes were measured; otherwise they are
-        an estimate."""
+        """Host bytes of a node that training may pin: all but those of the system and of the
+        processes.  The latter were measured with an optimizer on the host, and are estimated
+        without."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
             return whole - measured
@@ -242,28 +232,27 @@ class CostModel(KernelCosts):
 
     def host_update_s(self, parameters_per_rank: int) -> float:
         """Seconds of the update of a rank's parameters on the host, without the cast of the weights
-        (`host_cast_s`), with an equal share of the node's cores for each rank: DeepSpeed binds a
-        rank to the cores of its GPU, and where torch updates tensors (`host_tensors`) the ranks
-        that run share all.  0 for a cluster without a rate; the evaluation's `not_timed` then
-        states that the step has no seconds."""
+        (`host_cast_s`).  DeepSpeed binds each rank to its GPU's share of the node's cores; if torch
+        updates tensors (`host_tensors`), the running ranks share all cores.  0 for a cluster
+        without a rate, whose step then is not timed (`not_timed`)."""
         rate, ranks = self.cluster.host_update_parameters_per_s, self.cluster.gpus_per_node
         ranks = min(ranks, self.layout.gpus) if self.system.host.host_tensors else ranks
         return parameters_per_rank * ranks / rate if rate else 0.0
 
     def host_cast_s(self, parameters: int) -> float:
-        """Seconds in which the host casts updated weights of a rank to compute precision: it reads
-        master weights and writes weights through the rank's share of the node's DRAM; 0 for a
-        cluster without a rate."""
+        """Seconds in which the host casts a rank's updated weights to compute precision: it reads
+        master weights and writes weights at the rank's share of the DRAM rate (0 without a
+        rate)."""
         width = self.system.host.host_grad_bytes + self.system.states.param_bytes
         ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
         rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
         return width * parameters / rate
 
     def visiting_share(self, *, two_way: bool) -> float:
-        """The share of optimizer states at home on the host that should visit the device, f* =
-        t_cpu / (t_cpu + t_copy), so that the host's updates and the visits' copies end together.
-        `two_way`: copies up run beside copies down.  A visit also delays the host, which shortens
-        its copy as seen by the host: t_copy - t_delay.  1 on a cluster without a host rate."""
+        """The share of optimizer states in host memory that should visit the device, so that the
+        host's updates and the visits' copies end together: f* = t_cpu / (t_cpu + t_copy).  Visits
+        also delay the host, so t_copy is reduced by that delay.  `two_way`: copies up overlap with
+        copies down.  1 on a cluster without an update rate of the host."""
         if not self.cluster.host_update_parameters_per_s:
             return 1.0
         many = 10**9  # beyond the copies' latency
@@ -276,9 +265,9 @@ class CostModel(KernelCosts):
         return min(1.0, cpu_s / max(cpu_s, cpu_s + copy_s - delay_s))
 
     def host_update_beside_s(self, parameters: int, visiting_bytes: float) -> float:
-        """Seconds of the update of a rank's parameters on the host beside copies: a share of what
-        update, cast and copy up take one after another, and a share of the copies of the states
-        that visit meanwhile (`visiting_bytes` for each parameter updated on the host)."""
+        """Seconds of the update of a rank's parameters on the host while copies run: a share of the
+        summed seconds of update, cast and copy up, plus a share of the seconds of the visits'
+        copies (`visiting_bytes` per parameter that the host updates)."""
         common = self.common
         alone_s = self.host_update_s(parameters) + self.host_cast_s(parameters)
         alone_s += self.copy_s(self.system.states.param_bytes * parameters, "h2d")
@@ -288,19 +277,19 @@ class CostModel(KernelCosts):
     def overlapped_s(self, seconds: float, concurrent_s: float, stream: str) -> float:
         """Seconds of compute that overlaps with `concurrent_s` seconds of work on `stream`."""
         slowdown = self.overlap_factor(stream)
-        return float(formulas.overlapped_s(seconds, concurrent_s, slowdown))
+        return formulas.overlapped_s(seconds, concurrent_s, slowdown)
 
     def stall_s(self, comm: Comm, stage: int, compute_s: float = float("inf")) -> float:
-        """Seconds by which a collective and `compute_s` seconds of concurrent compute become
-        longer."""
+        """Seconds that a collective and `compute_s` seconds of concurrent compute cost each
+        other."""
         stall = self.overlap_factor(comm.stream) - 1.0
         return stall * min(compute_s, self.comm_s(comm, stage))
 
     def overlap_factor(self, stream: str) -> float:
-        """Slowdown (a factor) of compute that overlaps with work on `stream`.
+        """The factor by which compute is slower while work on `stream` runs.
 
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
-        transfers and copies, which run on copy engines, and if launches block, so that nothing
+        transfers and copies, which run on copy engines, and if launches block, because then nothing
         overlaps."""
         if self.system.host.launch_blocking:
             return 1.0

@@ -1,4 +1,4 @@
-"""Costs of kernels and operators, bound to one problem, in seconds."""
+"""Seconds of the kernels and operators of one problem."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +32,8 @@ Direction = Literal["forward", "backward_input", "backward_weight"]
 
 @dataclass(kw_only=True, eq=False)
 class KernelCosts:
-    """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap.
-    `untimed`: why kernels have no seconds ("": they have)."""
+    """Seconds of one rank's kernels; results are memoised.  `untimed`: why kernels cannot be timed
+    ("": they can)."""
 
     cluster: Cluster
     system: System
@@ -48,26 +48,26 @@ class KernelCosts:
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
 
     def require_rates(self) -> None:
-        """RateError, with the reason, if kernels have no seconds."""
+        """RateError, with the reason, if kernels cannot be timed."""
         if self.untimed:
             raise RateError(self.untimed)
 
     @cached_property
     def peak_flop_per_s(self) -> float:
-        """The GPU's dense peak of matrix products in the precision; 0 if not declared."""
+        """The GPU's dense peak of matrix products in the compute precision; 0 if not declared."""
         precision, tf32 = self.workload.precision, self.system.kernels.tf32
         return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
 
     @cached_property
     def gpu(self) -> GpuConstants:
-        """Constants of the cluster's GPU generation; RateError if kernels have no seconds."""
+        """The constants of the cluster's GPU generation; RateError if kernels cannot be timed."""
         self.require_rates()
         return self.calibration.gpu(self.cluster.generation)
 
     @cached_property
     def balance(self) -> float:
-        """The GPU's FLOP per HBM byte divided by the value of the nearest shipped GPU of its
-        generation. It is 1 between shipped GPUs, on which the kernels were measured."""
+        """The GPU's FLOP per HBM byte divided by that of the nearest shipped GPU of its generation;
+        1 in the range of the shipped GPUs, on which kernels were measured."""
         own, shipped = self.cluster.flop_per_byte, shipped_balances(self.cluster.generation)
         if not shipped:
             return 1.0
@@ -90,15 +90,15 @@ class KernelCosts:
         return recipe_of(self.workload)
 
     def calls(self, op: Op, direction: Direction) -> int:
-        """Launches that the host issues for an operator in a direction; one for a compiled
-        operator."""
+        """The launches that the host issues for an operator in a direction; at most one if a
+        compiler fuses operators."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds in which the host issues the further kernels of grouped ones.  Behind
-        a weight's gradient autograd calls a hook, which takes as long as a launch."""
+        """Seconds that the host needs for the further kernels of grouped ones.  After each weight
+        gradient, autograd calls a hook that takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
@@ -118,7 +118,7 @@ class KernelCosts:
         return launches(kernel, forward=direction == "forward", dropout=dropout)
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
-        """Seconds of one kernel: busy seconds x the stack's scale + the device's gaps."""
+        """Seconds of one kernel: busy seconds x scales + the device's gaps between kernels."""
         self.require_rates()
         key = (kernel, direction)
         if key not in self._kernels:
@@ -154,8 +154,8 @@ class KernelCosts:
         return tiles.rounded(kernel.head_dim, multiple), tiles.rounded(kernel.values, multiple)
 
     def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
-        """The fewest seconds of one of unfused attention's GEMMs (m, n, k, batch): 0 if its rows,
-        which are head dimensions, are aligned, otherwise those without tensor cores."""
+        """A lower bound, in seconds, of a GEMM (m, n, k, batch) of unfused attention: the time
+        without tensor cores if head dimensions are unaligned in 16 bits, otherwise 0."""
         width = self.workload.element_bytes
         half = self._rounds and width == kernel_seconds.REFERENCE_ELEMENT_BYTES
         if not half or self._aligned(kernel):
@@ -169,22 +169,22 @@ class KernelCosts:
         return all(tiles.is_aligned(dim, width) for dim in (kernel.head_dim, kernel.values))
 
     def _pad_s(self, kernel: Attention) -> Quantity:
-        """Seconds of the copies that pad rows of queries, keys, values and output to an aligned
-        head dimension (in the backward, of their gradients): read and written once each."""
+        """Seconds of the copies that pad queries, keys, values and output (in the backward, their
+        gradients) to an aligned head dimension."""
         if not self._rounds or self._aligned(kernel):
             return 0.0
         rows = 2 * (kernel.q_rows * kernel.heads + kernel.kv_rows * kernel.kv_heads) * kernel.batch
         return self._memory_s(rows * sum(self._head_dims(kernel)) * self.workload.element_bytes)
 
     def _operand_bytes(self, kernel: Gemm) -> int:
-        """Bytes of an element of a GEMM's operands; at least 1."""
+        """Bytes per element of a GEMM's operands, rounded up."""
         narrow = self.recipe if kernel.narrow else None
         return ceil(narrow.bits / 8) if narrow else self.workload.element_bytes
 
     def _gemm_s(self, kernel: Gemm) -> Quantity:
-        """Busy seconds of a GEMM.  Quantised operands are read in their bytes and multiplied at the
-        recipe's speed, but a tile's prologue takes as long as in 16 bits, and so does writing the
-        result."""
+        """Busy seconds of a GEMM.  Quantised operands are read in their own width and multiplied at
+        the recipe's speed, but the prologue of a tile and the write of the result take as long as
+        in 16 bits."""
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         if not kernel.narrow or self.recipe is None:
             return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
@@ -197,9 +197,9 @@ class KernelCosts:
         return max(busy, self._memory_s(kernel.batch * (operands + result)))
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
-        """Busy seconds of a GEMM, or of a grouped GEMM, which is a kernel for each group.  Outside
-        of a CUDA graph, its kernels and gaps take at least the host's time to issue them.  A
-        grouped weight gradient takes at least the time to read it and to write it."""
+        """Busy seconds of a GEMM or of a grouped GEMM, which runs one kernel per group.  Outside
+        CUDA graphs, these take at least as long as the host needs to issue them.  A grouped weight
+        gradient takes at least as long as its operands are read and its sums read and written."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
@@ -213,7 +213,7 @@ class KernelCosts:
         return max(busy, paced, moved)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
-        """Busy seconds of a named operator: its bytes over the published HBM rate."""
+        """Busy seconds of a named operator: its bytes at the published HBM rate."""
         rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
         nbytes = rates.forward_bytes if direction == "forward" else rates.backward_bytes
         moved = kernel.elements * nbytes * kernel.element_bytes
@@ -224,7 +224,7 @@ class KernelCosts:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
 
     def _attention_s(self, kernel: Attention, direction: Direction) -> Quantity:
-        """Busy seconds of the backend's kernel, from its published rates."""
+        """Busy seconds of attention, from the published rates of the kernel that runs."""
         forward = direction == "forward"
         if not kernel.fused:
             if self.system.kernels.eager_operators:
@@ -245,7 +245,7 @@ class KernelCosts:
 
     @cached_property
     def _published_device(self) -> Device:
-        """The GPU with the rates of config/kernels: HBM at its published share."""
+        """The GPU with HBM at the published share of its rate (config/kernels)."""
         rates = self.calibration.kernels.generation(self.cluster.generation)
         return Device(
             peak_flop_per_s=self.peak_flop_per_s,
@@ -256,7 +256,7 @@ class KernelCosts:
 
     @cached_property
     def _device(self) -> Device:
-        """The GPU with HBM at its fitted share."""
+        """The GPU with HBM at the fitted share of its rate (config/calibration.yaml)."""
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
         return replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
 
@@ -265,8 +265,8 @@ class KernelCosts:
         return self.calibration.kernels.attention(self.cluster.generation, self.attention)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
-        """Busy seconds of unfused attention on the full score matrix (no causal savings): two
-        batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
+        """Busy seconds of unfused attention on the full score matrix, without causal savings: two
+        batched GEMMs (four in the backward), and passes of softmax and dropout over the matrix."""
         q, kv = kernel.q_rows, kernel.kv_rows
         many = kernel.batch * kernel.heads
 
@@ -287,8 +287,8 @@ class KernelCosts:
 
     def _eager_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention with eager torch operators on the full score matrix,
-        from published rates: GEMMs (in the backward one yields scores and three yield rows), and
-        passes over the matrix, with more passes for dropout."""
+        from published rates: GEMMs (in the backward one for scores and three for rows), and passes
+        of softmax and dropout over the matrix."""
         q, kv, (d, v) = kernel.q_rows, kernel.kv_rows, self._head_dims(kernel)
         many = kernel.batch * kernel.heads
         kernels, device = self.calibration.kernels, self._published_device
@@ -309,7 +309,7 @@ class KernelCosts:
         return gemms + passes * many * q * kv * width / device.hbm_bytes_per_s
 
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
-        """Seconds of an operator's kernels in a direction, on a share of its rows."""
+        """Seconds of an operator's kernels in a direction, for a fraction of its rows."""
         key = (id(op), direction, rows_fraction)
         if key not in self._ops:  # storing the op keeps its id from being reused
             kernels: tuple[Kernel, ...] = getattr(op, direction)
@@ -319,8 +319,8 @@ class KernelCosts:
 
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
-    """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
-    Attention needs all rows: it has a share of its heads."""
+    """The kernel for a fraction of its rows.  The rows of a weight gradient are its reduction (k);
+    attention needs all rows, so it gets a fraction of its heads."""
     if rows_fraction == 1.0 or (isinstance(kernel, Elementwise) and kernel.of_weights):
         return kernel
     match kernel:

@@ -1,29 +1,25 @@
 """Seconds of collectives, from the placement of process groups on nodes.
 
-A node here is an NVLink domain: on clusters with a domain larger than a node, that domain.
-Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`).  A group is a first rank,
-a stride and a size.  Seconds depend on the number of the group's ranks on each node.
+In this file a node is an NVLink domain, which may be larger than a machine.  Ranks are numbered
+with tp fastest, then cp, dp, pp (`System.rank_order`).  Seconds depend on how many ranks of a group
+each node has.
 """
 
 from functools import lru_cache
-from math import prod
+from math import log2, prod
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.inputs.constants import CommonConstants
-from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.shapes import reached_share
 
 
 class GroupShape(Struct, frozen=True):
-    """The placement on nodes of the worst-placed group of one kind.
-
-    `ranks`: ranks of the group; `fewest_per_node`: the smallest number of its ranks on one of its
-    nodes; `nodes`: the number of nodes with a rank of the group.
-    """
+    """The placement of the worst-placed group of a kind: its number of ranks, the smallest number
+    of its ranks on one of its nodes, and its number of nodes."""
 
     ranks: int
     fewest_per_node: int
@@ -31,14 +27,14 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per axis.  Ulysses ranks are neighbours inside the axis `cp`, and the ranks of a
-    matrix's columns inside the axis `tp`."""
+    """Ranks per axis.  Axis `cp` contains the Ulysses ranks as neighbours, and axis `tp` those that
+    split the columns of matrices."""
     inner, both = layout.cp * layout.ulysses, layout.tp * layout.tp_columns
     return {"tp": both, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
 
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
-    """Distance in ranks between neighbours of a group: the product of the degrees before it in
+    """The distance in ranks between neighbours of a group: the product of the degrees before it in
     `order`."""
     sizes = degrees(layout)
     return prod(sizes[name] for name in order[: order.index(group)])
@@ -49,14 +45,14 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
-    With Ulysses inside context parallelism, neighbours on the axis `cp` form the groups `ulysses`,
-    and the ranks of equal place in these the groups `cp`; so do `columns` inside `tp`.
-    The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
-    shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
-    Experts fold onto the ranks of a stage: neighbours form the groups `etp`, the ranks of equal
-    place in neighbouring groups `ep`, and all ranks of equal place in those are peers
-    (Megatron-core's parallel_state.py, expert_decoder_rank_generator).  They are cut as the peers
-    of other states are: into `edp` (`Layout.expert_shards`) and `expert_replica`.
+    With Ulysses inside context parallelism, neighbours on the axis `cp` form the `ulysses` groups,
+    and the ranks at the same position in these form the `cp` groups; likewise `columns` and `tp`.
+    Data- and context-parallel peers are cut into `state` groups of neighbours, over which ZeRO
+    shards states (`Layout.state_shards`); ranks at the same position in these form `replica`
+    groups.  Experts use the same ranks of a stage: neighbours form `etp` groups, ranks at the same
+    position in neighbouring `etp` groups form `ep` groups, and all ranks at the same position in
+    `ep` groups are peers (Megatron-core's parallel_state.py, expert_decoder_rank_generator).  The
+    peers are cut into `edp` groups (`Layout.expert_shards`) and `expert_replica` groups.
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
 
@@ -89,7 +85,8 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
 
 
 def _cut(rows: NDArray[np.int64], shards: int, *, replicas: bool) -> NDArray[np.int64]:
-    """Groups of `shards` neighbours in the rows, or the ranks of equal place in these."""
+    """The groups of `shards` neighbours in each row, or (`replicas`) the groups of ranks at the
+    same position in these."""
     cut = rows.reshape(len(rows), -1, shards)
     if replicas:
         cut = cut.transpose(0, 2, 1)
@@ -103,7 +100,7 @@ EXPERT_AXES = ("edp", "ep", "etp")
 def _expert_ranks(
     layout: Layout, group: str, stage: int, order: tuple[str, ...]
 ) -> NDArray[np.int64]:
-    """The groups of experts of a kind at a pipeline stage: groups by ranks."""
+    """`group_ranks` of the groups of experts, as an array: groups by ranks."""
     everyone = np.sort(_ranks(layout, "pp", 0, order)[:, stage])
     grid = everyone.reshape(layout.expert_dp, layout.ep, layout.expert_tp)
     replicas = group == "expert_replica"
@@ -116,8 +113,8 @@ def _expert_ranks(
 def worst_group(
     layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> GroupShape:
-    """The worst-placed group: among groups on several nodes (if any), the group with the fewest
-    ranks on a node."""
+    """The worst-placed group: the one with the fewest ranks on a node, among groups on several
+    nodes if there are any."""
     nodes = _ranks(layout, group, stage, order) // gpus_per_node
     numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
     places, counts = np.unique(numbers, return_counts=True)
@@ -132,66 +129,62 @@ def worst_group(
 def crosses_nodes(
     layout: Layout, from_stage: int, to_stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> bool:
-    """Whether any pair of pipeline peers of two stages sits on different nodes."""
+    """Whether any pair of pipeline peers of two stages is on different nodes."""
     groups = _ranks(layout, "pp", 0, order) // gpus_per_node
     return bool(np.any(groups[:, from_stage] != groups[:, to_stage]))
 
 
-def nvlink_share(fewest_per_node: Quantity, gpus_per_node: Quantity, mesh: Quantity) -> Quantity:
-    """Share of a GPU's NVLink that a group can use: 1 behind a switch; in a mesh of pairs only the
-    links to the group's GPUs, (ranks - 1) / (GPUs - 1).
+def nvlink_share(fewest_per_node: int, gpus_per_node: int, mesh: float) -> float:
+    """The share of a GPU's NVLink that a group can use: 1 behind a switch; in a mesh of pairs only
+    the links between its members, (ranks - 1) / (GPUs - 1).
 
     Source: NVIDIA HGX H100 and A100 4-GPU boards: no NVSwitch, 6 (4) links between each pair.
     """
-    pairs = np.maximum(np.subtract(fewest_per_node, 1), 1) / np.maximum(
-        np.subtract(gpus_per_node, 1), 1
-    )
-    return np.where(np.asarray(mesh) > 0, pairs, 1.0)[()]
+    return max(fewest_per_node - 1, 1) / max(gpus_per_node - 1, 1) if mesh > 0 else 1.0
 
 
 def ring_bytes_per_s(
-    fewest_per_node: Quantity,
-    nodes: Quantity,
-    nvlink_bytes_per_s: Quantity,
-    nic_bytes_per_s: Quantity,
-    ring_nics: Quantity,
-) -> Quantity:
-    """Rate of a ring: NVLink inside a node, otherwise the NICs of its ranks.
+    fewest_per_node: int,
+    nodes: int,
+    nvlink_bytes_per_s: float,
+    nic_bytes_per_s: float,
+    ring_nics: float,
+) -> float:
+    """The rate of a ring: that of NVLink inside a node, otherwise that of its ranks' NICs.  The
+    arguments are reached rates, with efficiencies applied.
 
-    A ring over several nodes enters and leaves each node once per channel, through the NICs of the
-    ring's ranks on that node: (fewest ranks on a node of the ring) x NIC, or fewer NICs where NCCL
-    does not use all of them (`ring_nics`).
+    A ring over several nodes enters and leaves each node once per channel, through the NICs of its
+    ranks there: (fewest ranks on a node) x NIC, or fewer if NCCL does not use all NICs
+    (`ring_nics`).
     Source: NCCL's ring channels, one NIC per GPU; `ring_nics`: config/calibration.yaml.
-    The arguments are reached rates, with efficiencies applied.
     """
-    network = np.minimum(
-        np.minimum(fewest_per_node, ring_nics) * nic_bytes_per_s, nvlink_bytes_per_s
-    )
-    rate: Quantity = np.where(np.asarray(nodes) > 1, network, nvlink_bytes_per_s)
-    return rate
+    network = min(min(fewest_per_node, ring_nics) * nic_bytes_per_s, nvlink_bytes_per_s)
+    return network if nodes > 1 else nvlink_bytes_per_s
 
 
 def ring_steps_s(
-    steps: Quantity,
-    ranks: Quantity,
-    nodes: Quantity,
-    nbytes: Quantity,
-    bytes_per_s: Quantity,
+    steps: float,
+    ranks: int,
+    nodes: int,
+    nbytes: float,
+    bytes_per_s: float,
     common: CommonConstants,
-) -> Quantity:
-    """Seconds of a ring of `steps` hops, each passing nbytes / ranks, by the faster of NCCL's LL128
-    and Simple protocols: base + hops inside nodes + hops between nodes + wire time.
+) -> float:
+    """Seconds of a ring of `steps` hops, each of nbytes / ranks bytes, by the faster of NCCL's
+    LL128 and Simple protocols: base + hops inside nodes + hops between nodes + wire time.
 
-    An all-gather or a reduce-scatter of `nbytes` gathered bytes has ranks - 1 steps, so (ranks - 1)
-    / ranks of the bytes over each link; an all-reduce is both in one call, 2 (ranks - 1) steps.
+    An all-gather or a reduce-scatter of `nbytes` gathered bytes takes ranks - 1 steps, which move
+    (ranks - 1) / ranks of the bytes over each link; an all-reduce takes 2 (ranks - 1) steps.
 
     Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel (baseLat, hwLat, LL128 at 92 %);
     Thakur, Rabenseifner and Gropp 2005; the bus rate of nccl-tests.
     """
-    between = np.where(np.asarray(nodes) > 1, steps * nodes / ranks, 0.0)
+    if ranks == 1:
+        return 0.0
+    between = steps * nodes / ranks if nodes > 1 else 0.0
     within = steps - between
     wire = steps * nbytes / ranks / bytes_per_s
-    choices = [
+    return min(
         base + within * near + between * far + wire / share
         for base, near, far, share in zip(
             common.nccl_base_s,
@@ -200,110 +193,105 @@ def ring_steps_s(
             common.nccl_bandwidth_share,
             strict=True,
         )
-    ]
-    fastest: Quantity = np.minimum.reduce(np.broadcast_arrays(*choices))
-    return np.where(np.asarray(ranks) > 1, fastest, 0.0)[()]
+    )
 
 
 TREE_S = (6.8e-6, 0.6e-6, 5.0e-6)
-"""Seconds of NCCL's tree with its protocol for few bytes (LL): base, hop inside a node, hop between
+"""Seconds of NCCL's tree with its low-latency protocol (LL): base, hop inside a node, hop between
 nodes (NCCL 2.18 src/graph/tuning.cc, baseLat and hwLat)."""
 
 
-def tree_s(ranks: Quantity, nodes: Quantity) -> Quantity:
-    """Seconds of an all-reduce of a few numbers: up and down a tree of nodes, each of which is a
-    chain of its ranks.
+def tree_s(ranks: int, nodes: int) -> float:
+    """Seconds of an all-reduce of a few numbers, which go up and down a tree of nodes, each of
+    which is a chain of its ranks.
 
-    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel; between nodes LL's hop inside a node
-    takes 1.8 times as long there.
+    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel; with several nodes LL's hop inside a
+    node takes 1.8 times as long.
     """
     base, near, far = TREE_S
-    inside = np.where(np.asarray(nodes) > 1, 1.8 * near, near)
-    hops = (np.divide(ranks, nodes) - 1) * inside + np.log2(nodes) * far
-    return np.where(np.asarray(ranks) > 1, base + 2 * hops, 0.0)[()]
+    inside = 1.8 * near if nodes > 1 else near
+    hops = (ranks / nodes - 1) * inside + log2(nodes) * far
+    return base + 2 * hops if ranks > 1 else 0.0
 
 
 def all_to_all_s(
-    nbytes: Quantity,
-    ranks: Quantity,
-    fewest_per_node: Quantity,
-    nodes: Quantity,
-    nvlink_bytes_per_s: Quantity,
-    nic_bytes_per_s: Quantity,
+    nbytes: float,
+    ranks: int,
+    fewest_per_node: int,
+    nodes: int,
+    nvlink_bytes_per_s: float,
+    nic_bytes_per_s: float,
     common: CommonConstants,
     copies: int = 0,
-) -> Quantity:
-    """Seconds of an all-to-all of one rank's `nbytes`: the bytes for ranks of its node go over
-    NVLink, and at the same time the other bytes go over the rank's NIC.  Source: NCCL's grouped
-    send/receive (one NIC per GPU).  `copies`: the bytes are one copy of each token for each rank
-    that has one of so many of its experts; a node receives one of them and passes the others on
-    over NVLink (0: each copy is sent by itself)."""
-    alone = np.subtract(fewest_per_node, 1) / ranks
-    spread = np.subtract(fewest_per_node, 1) / fewest_per_node
-    inside = nbytes * np.where(np.asarray(copies) > 0, spread, alone) / nvlink_bytes_per_s
-    sent = sent_share(ranks, fewest_per_node, nodes, copies)
-    outside = nbytes * sent / nic_bytes_per_s
-    wire = np.maximum(inside, np.where(np.asarray(nodes) > 1, outside, 0.0))
-    far, near = common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1]
-    latency = common.nccl_base_s[-1] + np.where(np.asarray(nodes) > 1, far, near)
-    return np.where(np.asarray(ranks) > 1, wire + latency, 0.0)[()]
+) -> float:
+    """Seconds of an all-to-all in which each rank sends `nbytes`: bytes for ranks of its node go
+    over NVLink, and at the same time the other bytes go over the rank's NIC.
+
+    With `copies` > 0 a token has this many experts, and the bytes are one copy of it for each rank
+    that has some of them; a node receives one copy and forwards it over NVLink.
+    Source: NCCL's grouped send/receive (one NIC per GPU).
+    """
+    if ranks == 1:
+        return 0.0
+    inside = (fewest_per_node - 1) / (fewest_per_node if copies else ranks)
+    wire = nbytes * inside / nvlink_bytes_per_s
+    if nodes > 1:
+        sent = sent_share(ranks, fewest_per_node, nodes, copies)
+        wire = max(wire, nbytes * sent / nic_bytes_per_s)
+    hop_s = common.nccl_network_hop_s if nodes > 1 else common.nccl_nvlink_hop_s
+    return wire + (common.nccl_base_s[-1] + hop_s[-1])
 
 
-def sent_share(
-    ranks: Quantity, fewest_per_node: Quantity, nodes: Quantity, copies: int
-) -> Quantity:
-    """Share of an all-to-all's bytes that leave a node.  Of the ranks that have some of `copies`
-    of a token, all equally likely, one for each of the other nodes with such a rank.
+def sent_share(ranks: int, fewest_per_node: int, nodes: int, copies: int) -> float:
+    """The share of an all-to-all's bytes that leave a node.  With `copies` > 0, of the copies for
+    all ranks that have some of a token's experts, one goes to each other node with such a rank.
 
     Source: DeepEP (deepseek-ai/DeepEP, README: forwarding from network to NVLink).
     """
-    reached = reached_share(nodes, copies) / reached_share(ranks, copies) if copies else 0.0
-    others = np.subtract(nodes, 1) / nodes * reached
-    alone = np.subtract(ranks, fewest_per_node) / ranks
-    return np.where(np.asarray(copies) > 0, others, alone)[()]
+    if not copies:
+        return (ranks - fewest_per_node) / ranks
+    reached = reached_share(nodes, copies) / reached_share(ranks, copies)
+    return (nodes - 1) / nodes * reached
 
 
 def ring_exchange_s(
-    nbytes: Quantity,
-    ranks: Quantity,
-    nodes: Quantity,
-    nvlink_bytes_per_s: Quantity,
-    nic_bytes_per_s: Quantity,
+    nbytes: float,
+    ranks: int,
+    nodes: int,
+    nvlink_bytes_per_s: float,
+    nic_bytes_per_s: float,
     common: CommonConstants,
-) -> Quantity:
+) -> float:
     """Seconds of ring attention's KV exchange: ranks - 1 sends of nbytes / ranks to the neighbour,
-    paced by the slowest link, which is one rank's NIC if the ring leaves a node.
+    at the rate of the slowest link, which is one rank's NIC if the ring leaves a node.
 
     Source: Liu et al. 2023 (arXiv 2310.01889).  The sends are point-to-point, so the NICs of the
     node's other ranks cannot help.
     """
-    crosses = np.asarray(nodes) > 1
-    rate = np.where(crosses, np.minimum(nic_bytes_per_s, nvlink_bytes_per_s), nvlink_bytes_per_s)
-    hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
-    send_s = common.nccl_base_s[-1] + hop + nbytes / ranks / rate
-    return (np.subtract(ranks, 1) * send_s)[()]
+    nic = min(nic_bytes_per_s, nvlink_bytes_per_s)
+    send_s = point_to_point_s(nbytes / ranks, nodes > 1, nvlink_bytes_per_s, nic, common)
+    return (ranks - 1) * send_s
 
 
 def point_to_point_s(
-    nbytes: Quantity,
-    crosses_nodes: Quantity,
-    nvlink_bytes_per_s: Quantity,
-    nic_bytes_per_s: Quantity,
+    nbytes: float,
+    crosses_nodes: bool,
+    nvlink_bytes_per_s: float,
+    nic_bytes_per_s: float,
     common: CommonConstants,
-) -> Quantity:
-    """Seconds of one send and its receive: base + hop + bytes / link rate (between nodes: one
-    NIC)."""
-    crosses = np.asarray(crosses_nodes) > 0
-    rate = np.where(crosses, nic_bytes_per_s, nvlink_bytes_per_s)
-    hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
-    return (common.nccl_base_s[-1] + hop + nbytes / rate)[()]
+) -> float:
+    """Seconds of one send and its receive: base + hop + bytes / link rate (one NIC between
+    nodes)."""
+    hop_s = common.nccl_network_hop_s if crosses_nodes else common.nccl_nvlink_hop_s
+    rate = nic_bytes_per_s if crosses_nodes else nvlink_bytes_per_s
+    return common.nccl_base_s[-1] + hop_s[-1] + nbytes / rate
 
 
 def network_bytes(
     kind: str, nbytes: float, shape: GroupShape, ring_nics: float, copies: int = 0
 ) -> float:
-    """Bytes that the busiest GPU sends over its NIC (and receives) in a collective between nodes.
-    `ring_nics` NICs of a node share the bytes of a ring; `copies`: as in `all_to_all_s`."""
+    """Bytes that the busiest GPU sends (and receives) over its NIC in a collective between nodes.
+    The bytes of a ring are shared by `ring_nics` NICs of a node; `copies`: see `all_to_all_s`."""
     ranks = shape.ranks
     match kind:
         case "all_gather" | "reduce_scatter":
@@ -311,5 +299,5 @@ def network_bytes(
         case "all_reduce":
             return 2.0 * nbytes * (ranks - 1) / ranks / ring_nics
         case "all_to_all":
-            return nbytes * float(sent_share(ranks, shape.fewest_per_node, shape.nodes, copies))
+            return nbytes * sent_share(ranks, shape.fewest_per_node, shape.nodes, copies)
     return nbytes * (ranks - 1) / ranks

@@ -1,19 +1,16 @@
-"""Seconds of copies between device and host memory, and inside the device."""
+"""Seconds of copies between device and host memory, and sizes of pinned host blocks."""
 
 from typing import NamedTuple
 
-import numpy as np
-
 from rematbench.inputs.constants import CommonConstants
-from rematbench.inputs.kernel_rates import Quantity
 
 
 class CopyTraffic(NamedTuple):
-    """The traffic that runs alongside a program's copies.
+    """The traffic that runs while a program copies.
 
     `two_way_share`: share of the copied bytes that move during a copy in the opposite direction;
     `sent_per_d2h`, `received_per_h2d`: bytes to and from other nodes on the same link, per copied
-    byte; `kernel_delay_share`: share by which kernels slow down because copies use HBM bandwidth.
+    byte; `kernel_delay_share`: share by which kernels become slower because copies use HBM.
     """
 
     two_way_share: float
@@ -30,23 +27,23 @@ def shared_link_bytes_per_s(
     two_way_bytes_per_s: float,
     nic_bytes_per_s: float,
     two_way_share: float,
-    messages: Quantity,
-) -> Quantity:
-    """Rate of copies on a link, of whose bytes `two_way_share` move during a copy in the opposite
-    direction, with `messages` bytes to or from other nodes per copied byte.  Messages and copies
-    share the link, but messages take at most the NIC's rate and at most half of the link."""
+    messages: float,
+) -> float:
+    """The rate of copies on a host link.  A share `two_way_share` of their bytes moves during a
+    copy in the opposite direction, and `messages` bytes to or from other nodes per copied byte use
+    the same link, at no more than the NIC's rate and half of the link's."""
     mean = 1.0 / ((1.0 - two_way_share) / one_way_bytes_per_s + two_way_share / two_way_bytes_per_s)
     rest = max(one_way_bytes_per_s - nic_bytes_per_s, one_way_bytes_per_s / 2)
-    return mean / np.minimum(1.0 + messages, one_way_bytes_per_s / rest)
+    return mean / min(1.0 + messages, one_way_bytes_per_s / rest)
 
 
-def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
+def host_copy_s(nbytes: float, link_bytes_per_s: float, common: CommonConstants) -> float:
     """Seconds of a copy between device and pinned host memory: latency + bytes / (link share x
     efficiency).
 
     `link_bytes_per_s` is one GPU's share of the PCIe link, per direction.  Source: PCI Express Base
-    Specification 5.0 for the rate; `pcie_efficiency` is the share that remains after the headers of
-    256-byte payloads and flow control.
+    Specification 5.0 for the rate; `pcie_efficiency` is the share that headers of 256-byte payloads
+    and flow control leave.
     """
     return common.copy_latency_s + nbytes / (link_bytes_per_s * common.pcie_efficiency)
 
@@ -54,6 +51,6 @@ def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonCons
 def pinned_block_bytes(nbytes: int) -> int:
     """Host bytes of one pinned tensor.  Torch pins the next power of two (CachingHostAllocator.h,
     PowerOf2Ceil, PyTorch 2.1 to 2.8; 2.11 on an H200) and never returns a pinned block to the
-    system.  An upper bound if a later torch is configured to pin exact sizes, as in our runtime
-    (worlds/torch/devices.py)."""
+    system.  The result is an upper bound if torch is configured to pin exact sizes, as our runtime
+    does (worlds/torch/devices.py)."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0

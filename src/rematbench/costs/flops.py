@@ -6,14 +6,14 @@ from rematbench.inputs.shapes import packed_pairs
 from rematbench.workload import Model, Workload
 
 FORWARD_AND_BACKWARD = 3
-"""A weight matrix has one GEMM in the forward and two in the backward."""
+"""The GEMMs of a weight matrix: one in the forward, two in the backward."""
 
 
 def matrix_flop_per_token(model: Model) -> int:
-    """FLOPs per token of the weight matrices that it passes, except the input embedding, forward
-    and backward: 6 (L P_layer + h V), with the active experts of a layer, and h V once more for
-    each layer that predicts one more token.  A narrow embedding has h V of its own columns, and the
-    linears beside it.
+    """FLOPs per token, forward and backward, of the weight matrices that a token passes, except the
+    input embedding: 6 (L P_layer + h V), with the active experts of a layer and a further h V for
+    each prediction layer.  With a narrow embedding, h are its columns, and the linears that widen
+    and narrow count too.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
@@ -24,13 +24,12 @@ def matrix_flop_per_token(model: Model) -> int:
 
 
 def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
-    """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
+    """FLOPs per token, forward and backward, of attention scores and weighted sums: 12 s h L dense,
     half of it causal.
 
-    Generalised to heads x head_dim, to values of other columns and to windows, per layer 6 x heads
-    x (columns of keys + columns of values) x (mean keys per query).  The causal mean is s / 2, as
-    the sources count it, not (s + 1) / 2.  With packed documents only pairs inside a document
-    count.
+    In general, each layer has 6 x heads x (key columns + value columns) x (mean keys per query).
+    The causal mean is s / 2, as the sources count it, not (s + 1) / 2.  With packed documents only
+    pairs inside a document count.
     """
     model = work.model
     causal = causal and not model.attends_all
@@ -43,15 +42,15 @@ def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
 
 
 def _attended_flop(model: Model, keys: float) -> float:
-    """FLOPs of a token's scores and weighted sums over `keys` keys of each head, forward and
-    backward (of six products, three over the columns of keys and three over those of values)."""
+    """FLOPs, forward and backward, of a token's scores and weighted sums over `keys` keys per head:
+    three products over the columns of keys and three over those of values."""
     return 2 * FORWARD_AND_BACKWARD * (model.q_width + model.out_width) * keys
 
 
 def _mean_keys(
     seq_len: int, document_len: int, window: int, causal: bool, chunked: bool = False
 ) -> float:
-    """Mean keys per query over the documents of a sequence; for a window the exact mean."""
+    """Mean keys per query over the documents of a sequence; exact if there is a window."""
     if 0 < window < document_len:
         if chunked:
             return _mean_keys(seq_len, window, 0, causal)
@@ -62,14 +61,14 @@ def _mean_keys(
 
 
 def model_flop_per_token(work: Workload, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
+    """Model FLOPs of a token's forward and backward, without recomputation and padding."""
     matrices = matrix_flop_per_token(work.model) - frozen_flop_per_token(work)
     return matrices + attention_flop_per_token(work, causal=causal)
 
 
 def frozen_flop_per_token(work: Workload) -> int:
-    """FLOPs per token that weights without a gradient leave out, less those of adapters: the
-    gradient of a frozen matrix, and the backward below the first layer that trains."""
+    """FLOPs per token that frozen weights save, minus those that adapters add.  Saved are the
+    gradients of frozen matrices, and the backward below the first layer that trains."""
     model = work.model
     if not work.partly:
         return 0
@@ -86,8 +85,8 @@ def megatron_flop_per_token(
     model: Model, seq_len: int, padded_vocab: int, *, causal: bool = True
 ) -> float:
     """FLOPs per token as Megatron-LM's throughput line counts them: every layer attends to the
-    whole prefix, and the vocabulary is padded.  `causal`: half of the attention matrix, as newer
-    versions count; otherwise all of it, as older versions do.
+    whole prefix, and the vocabulary is padded.  Newer versions count half of the attention matrix
+    (`causal`), older versions all of it.
 
     Source: num_floating_point_operations of Megatron-LM's training.py.
     """
@@ -117,9 +116,9 @@ def hfu(
 
 
 def over_peak(causal: float, dense: float) -> str:
-    """Why an MFU (two fractions) is over 100 %; empty if none is."""
+    """Why an MFU, counted `causal` or `dense`, exceeds 100 %; empty if neither does."""
     if causal > 1.0:
-        return "over 100 %: the peak that it divides by is not what these kernels run at"
+        return "over 100 %: the peak it is divided by is not the peak of these kernels"
     if dense > 1.0:
         return "over 100 %: dense counts the half of attention that causal kernels skip"
     return ""

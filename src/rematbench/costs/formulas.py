@@ -1,5 +1,4 @@
-"""Seconds of one kernel from the fitted constants of config/calibration.yaml.  The functions are
-pure and broadcast over NumPy arrays.
+"""Seconds of kernels from the fitted constants of config/calibration.yaml, as pure functions.
 
 Units: FLOP, bytes, seconds; rates per second.  `gpu` has the constants of the GPU generation.
 """
@@ -11,19 +10,18 @@ from rematbench.inputs.kernel_rates import Device, Quantity
 
 
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
-    """FLOPs of `batch` GEMMs: 2 m n k batch (a multiply and an add per term)."""
+    """FLOPs of `batch` GEMMs (m x k) @ (k x n): a multiply and an add per term."""
     return 2.0 * m * n * k * batch
 
 
 def balance_factor(share: Quantity, balance: Quantity) -> Quantity:
-    """Factor on a kernel's seconds on a GPU whose FLOP per HBM byte is `balance` times the value of
-    the GPU on which the kernel reaches `share` of the peak.
+    """The factor on a kernel's seconds, on a GPU whose FLOP per HBM byte is `balance` times that of
+    the measured GPU, on which the kernel reaches `share` of the peak.
 
-    The seconds of a FLOP are those at the peak, plus seconds in which the arithmetic waits for
-    bytes: 1 / peak + (1 / share - 1) / peak.  The first part is inverse to the GPU's FLOP/s, the
-    second to its bytes/s, so a kernel never exceeds the peak.  Source: roofline (Williams et al.
-    2009), with arithmetic and bytes added, not overlapped.  docs/decisions/costs.md compares the
-    law with published kernels.
+    A FLOP takes 1 / peak seconds, plus (1 / share - 1) / peak seconds in which the arithmetic waits
+    for bytes.  The first part is inverse to the GPU's FLOP/s and the second to its bytes/s, so a
+    kernel never exceeds the peak.  Source: roofline (Williams et al. 2009), with arithmetic and
+    bytes added, not overlapped.  docs/decisions/costs.md compares this law with published kernels.
     """
     factor: Quantity = 1.0 + (balance - 1.0) * np.maximum(0.0, 1.0 - np.asarray(share))
     return factor
@@ -40,9 +38,9 @@ def gemm_s(
 ) -> Quantity:
     """Seconds of `batch` GEMMs (m x k) @ (k x n): max(arithmetic, traffic).
 
-    arithmetic = flop / (peak e) x (1 + half_k / k) x (1 + tail x SMs / tiles), with tiles of
-    tile_rows x tile_columns: the prologue of each tile (half_k) and the last, partly filled wave;
-    times the balance factor of all but that wave, whose idle SMs wait for no bytes.
+    arithmetic = flop / (peak e) x (1 + half_k / k) x (1 + tail x SMs / tiles), for tiles of
+    tile_rows x tile_columns, their prologue (half_k) and the last, partly filled wave (tail); times
+    the balance factor without that wave, because its idle SMs do not wait for bytes.
     traffic = both operands read and the result written once.
     Source: wave and tile quantisation as in NVIDIA, "Matrix Multiplication Background User's
     Guide" (DU-09798); roofline of Williams et al. 2009.  e, tail and half_k are fitted.
@@ -59,26 +57,25 @@ def gemm_s(
 
 
 def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
-    """Seconds to move bytes through HBM at the reached share of its rate: bytes / (rate e)."""
+    """Seconds to move bytes through HBM at the reached share e of its rate: bytes / (rate e)."""
     return nbytes / (hbm_bytes_per_s * gpu.hbm_efficiency)
 
 
 UNFUSED_FORWARD_PASSES = 2.0
-"""Score-matrix passes of a fused scale-mask-softmax kernel: a read, a write.  Source: Korthikanti
-et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention)."""
+"""Passes over the score matrix of a fused scale-mask-softmax kernel: a read and a write.  Source:
+Korthikanti et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention)."""
 UNFUSED_BACKWARD_PASSES = 3.0
-"""Softmax backward: read probabilities and gradient, write the gradient."""
+"""Passes of the softmax's backward: read probabilities and gradient, write the gradient."""
 DROPOUT_PASSES = 2.5
-"""Dropout on probabilities, in either direction: read, write, and a one-byte mask (half an
-element)."""
+"""Passes of dropout on probabilities, in either direction: a read, a write, and a one-byte mask
+(half an element)."""
 
 
-def overlapped_s(seconds: Quantity, concurrent_s: Quantity, slowdown: Quantity) -> Quantity:
-    """Seconds of a kernel that overlaps with a collective, which takes SMs and HBM rate from it:
-    seconds + (slowdown - 1) min(seconds, concurrent_s).
+def overlapped_s(seconds: float, concurrent_s: float, slowdown: float) -> float:
+    """Seconds of a kernel while a collective takes SMs and HBM rate from it: seconds +
+    (slowdown - 1) min(seconds, concurrent_s).
 
     Source: the effect as in Rashidi et al., ISCA 2021 (compute and communication share SMs and
     memory rate); the factor is fitted.
     """
-    slower: Quantity = seconds + (slowdown - 1.0) * np.minimum(seconds, concurrent_s)
-    return slower
+    return seconds + (slowdown - 1.0) * min(seconds, concurrent_s)

@@ -18,10 +18,10 @@ from rematbench.inputs.kernel_rates import (
 )
 
 ATTENTION_TILE_ROWS = 128
-"""Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
+"""Query rows per thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
 UNFUSED_BACKWARD_SHARE = 0.6
-"""Share of a softmax's passes in its backward: three of five."""
+"""The backward's share of a softmax's passes: three of five."""
 REFERENCE_ELEMENT_BYTES = 2
 """Bytes per element in the published rows of operators.yaml (bf16 and fp16)."""
 
@@ -34,10 +34,8 @@ def saturation(size: Quantity, half: Quantity) -> Quantity:
 def attention_share(
     rates: AttentionPass, rows: Quantity, heads: Quantity, sm_count: Quantity
 ) -> Quantity:
-    """Share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves).
-
-    r: rows of each sequence; `heads`: heads of all sequences; w = heads r / (128 SMs): waves of
-    tiles.
+    """The share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves), for r
+    rows of each sequence, heads of all sequences, and w = heads r / (128 SMs) waves of tiles.
     Source of the form: diagonal blocks and a block's prologue cost the same at every row length
     (half_rows); the last, partly filled wave costs one block's time (half_waves).
     """
@@ -48,13 +46,14 @@ def attention_share(
 
 
 def backward_flop(head_dim: Quantity, v_dim: Quantity) -> Quantity:
-    """FLOPs of the backward over those of the forward: three GEMMs over the columns of keys and two
+    """FLOPs of the backward relative to the forward: three GEMMs over the columns of keys and two
     over those of values, against one of each (Dao 2023).  2.5, or 2.6 for 192 and 128 columns."""
     return (3.0 * head_dim + 2.0 * v_dim) / (head_dim + v_dim)
 
 
 def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
-    """Factor on the speed: linear in log2(head_dim) between published values, constant outside."""
+    """The speed factor of a head dimension: linear in log2(head_dim) between published values,
+    constant outside."""
     published = sorted(rates.head_dims)
     factors = [rates.head_dims[dim] for dim in published]
     return np.interp(np.log2(head_dim), np.log2(published), factors)
@@ -119,14 +118,12 @@ def gemm_s(
     batch: Quantity = 1.0,
     *,
     element_bytes: Quantity,
-    accumulate: bool = False,
 ) -> Quantity:
     """Seconds of `batch` GEMMs (m x k) @ (k x n): the longer of arithmetic and traffic (roofline,
-    Williams et al. 2009); `accumulate` adds into an fp32 result."""
-    factor = rates.accumulate if accumulate else 1.0
-    share = gemm_share(rates, m, n, k, batch, device.free_sms) * factor
+    Williams et al. 2009)."""
+    share = gemm_share(rates, m, n, k, batch, device.free_sms)
     arithmetic = 2.0 * m * n * k * batch / (device.free_flop_per_s * share)
-    whole_waves = rates.efficiency * saturation(k, rates.half_k) * factor
+    whole_waves = rates.efficiency * saturation(k, rates.half_k)
     arithmetic = arithmetic * balance_factor(whole_waves, device.balance)
     traffic = element_bytes * batch * (m * k + k * n + m * n) / device.hbm_bytes_per_s
     seconds: Quantity = np.maximum(arithmetic, traffic)
@@ -143,9 +140,9 @@ def bytes_s(
 
 
 def unfused_passes(rates: UnfusedAttention, *, backward: bool, masked: bool) -> float:
-    """Passes over the score matrix in one direction.  The published rows give the sum of both
-    directions.  Our division: 2 to 3, as for a softmax (read and write; read two and write one),
-    and the mask only in the forward, because the gradient of a sum moves no bytes."""
+    """Passes over the score matrix in one direction.  Published rows give the sum of both
+    directions; we divide it 2 to 3, as for a softmax (read and write; read two and write one), and
+    count the mask only in the forward, because the gradient of a sum moves no bytes."""
     if backward:
         return rates.passes * UNFUSED_BACKWARD_SHARE
     return rates.passes * (1.0 - UNFUSED_BACKWARD_SHARE) + (rates.mask_passes if masked else 0.0)

@@ -18,7 +18,6 @@ from rematbench.costs.collectives import EXPERT_AXES, degrees, group_stride, wor
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration, CommonConstants
-from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.workload import PACKED_BYTES, Workload
@@ -69,9 +68,9 @@ def fsdp_shards(layout: Layout, system: System) -> bool:
 
 
 def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
-    """Bytes of the scales of packed weights that a rank holds beside its share of them.  Scales are
-    no parameters (bitsandbytes, nn/modules.py, Params4bit.quant_state; AutoGPTQ's buffers), so FSDP
-    does not shard them."""
+    """Bytes of the scales of packed weights that a rank holds beyond its share.  FSDP does not
+    shard scales, because they are no parameters (bitsandbytes, nn/modules.py,
+    Params4bit.quant_state; AutoGPTQ's buffers)."""
     scales = PACKED_BYTES.get(work.base_dtype, Fraction()) % Fraction(1, 2)
     beside = scales * (1 - Fraction(1, layout.state_shards)) * fsdp_shards(layout, system)
     return int(beside * work.model.active_layer_matrices)
@@ -81,17 +80,17 @@ def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
 
 
 class HostStates(Struct, frozen=True, kw_only=True):
-    """Host bytes of one rank's states: those held throughout, in the blocks that torch pins for
-    them, and a temporary copy during the update."""
+    """Host bytes of one rank's states: those held throughout, with pinned blocks rounded up, and
+    those of a temporary copy during the update."""
 
     held: int
     update: int = 0
 
 
 def sub_groups(parts: Iterable[int], minimum: int) -> list[int]:
-    """Parameters of each sub-group of a rank whose tensors have `parts` parameters: successive
-    tensors until there are at least `minimum` (0: one group of all).  Source: DeepSpeed 0.19.8,
-    stage3.py, _create_fp16_sub_groups."""
+    """The parameters of each sub-group on a rank whose tensors have `parts` parameters: a group
+    takes successive tensors until it has at least `minimum` (0: one group of all).  Source:
+    DeepSpeed 0.19.8, stage3.py, _create_fp16_sub_groups."""
     groups, open_group = [], 0
     for part in parts:
         open_group += part
@@ -110,10 +109,10 @@ def zero3_host_states(
     parameters: bool = False,
     share: float = 1.0,
 ) -> HostStates:
-    """Host bytes of a rank's states with ZeRO 3, which shards each of `tensors` (parameters of
-    each).  `optimizer`: the shards are updated on the host.  `parameters`: the shards are in host
-    memory, and so are the blocks from which they were moved, because torch keeps them.  `share`:
-    the share of sub-groups that are updated on the host, the last ones.
+    """Host bytes of a rank's states with ZeRO 3, which shards each tensor (`tensors`: parameters of
+    each).  `optimizer`: the host updates the shards.  `parameters`: the shards are in host memory,
+    and so are the blocks from which they were moved, because torch keeps them.  `share`: the share
+    of sub-groups, the last ones, that the host updates.
 
     Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
     (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a
@@ -176,7 +175,7 @@ def zero1_host_states(
     """Host bytes of a rank's states if ZeRO 1 or 2 updates one of `shards` equal parts of all
     `tensors` on the host.  `accumulates`: a step has several micro-batches.
 
-    Source: DeepSpeed 0.19.8, stage_1_and_2.py.  Pinned are the master weights, their gradients, the
+    Source: DeepSpeed 0.19.8, stage_1_and_2.py.  It pins the master weights, their gradients, the
     updated weights in compute precision (param_buffer_of_bit16_for_cpu_offload_groups), a buffer
     for the gradient of the largest tensor (temp_grad_buffer_for_cpu_offload), and with several
     micro-batches the gradient of each tensor of the part (accumulated_grads_in_cpu).
@@ -190,7 +189,7 @@ def zero1_host_states(
 
 
 def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
-    """Host bytes of the whole gradients of all tensors of a part, for the part with most bytes."""
+    """Host bytes of the whole gradients of a part's tensors, for the part with the most bytes."""
     ends = np.cumsum(np.asarray(tensors, np.int64)) if tensors else np.zeros(0, np.int64)
     sizes = [_block(system, system.states.grad_bytes * count) for count in tensors]
     sums = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
@@ -201,7 +200,7 @@ def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
 
 
 def _block(system: System, nbytes: int) -> int:
-    """Host bytes of a buffer of `nbytes` that the stack pins, if it pins buffers."""
+    """Host bytes of a buffer of `nbytes`, which is pinned if the stack pins buffers."""
     return _pinned(system, nbytes) if system.host.host_pinned else nbytes
 
 
@@ -212,11 +211,11 @@ def _pinned(system: System, nbytes: int) -> int:
 class Buckets(Struct, frozen=True, kw_only=True):
     """Device bytes of reduce buckets that a stack allocates whole, under ZeRO.
 
-    `standing`: alive throughout (ZeRO 3: one bucket; ZeRO 1 with several micro-batches: from the
-    first backward to the end of the step).  `opened`: alive from the first gradient of a backward
-    that reduces, to its end.  `copy`: the most bytes of the copy that a reduction makes, which are
-    those of a bucket.  `part`: the rank's part of the gradients that the reductions write while the
-    gradients that were summed before are alive.
+    `standing`: buckets that are alive throughout (ZeRO 3: one bucket; ZeRO 1 with several
+    micro-batches: from the first backward to the end of the step).  `opened`: buckets that are
+    alive from the first gradient of a backward that reduces to its end.  `copy`: the copy that a
+    reduction makes of a bucket, at most.  `part`: the rank's part of the gradients, which
+    reductions write while the summed gradients are still alive.
     """
 
     standing: int = 0
@@ -252,45 +251,39 @@ def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
     )
 
 
-def optimizer_traffic_bytes(
-    parameters: Quantity,
-    param_bytes: Quantity,
-    grad_bytes: Quantity,
-    optimizer_bytes: Quantity,
-    common: CommonConstants,
-) -> Quantity:
-    """HBM bytes of clipping and one fused Adam step over `parameters` updated parameters.
+def optimizer_traffic_bytes(system: System, common: CommonConstants) -> float:
+    """HBM bytes per parameter of clipping and one fused Adam step.
 
-    Gradients are read for the norm and again for the update; master weights and moments are read
-    and written; compute parameters are written.  The stacks move `optimizer_extra_bytes` more per
-    parameter (gradient zeroing and unscaling).
+    Gradients are read for the norm and again for the update; master weights, moments and scratch
+    are read and written; compute parameters are written.  The stacks move `optimizer_extra_bytes`
+    more (gradient zeroing and unscaling).
     Source: Kingma & Ba 2015 for the states; apex FusedAdam reads and writes each once.
     """
-    per_parameter = 2.0 * grad_bytes + 2.0 * np.asarray(optimizer_bytes) + param_bytes
-    return parameters * (per_parameter + common.optimizer_extra_bytes)
+    own = system.states
+    updated = own.optimizer_bytes + own.step_scratch_bytes
+    return 2.0 * own.grad_bytes + 2.0 * updated + own.param_bytes + common.optimizer_extra_bytes
 
 
 def non_torch_bytes(
     cluster: Cluster, layout: Layout, system: System, calibration: Calibration
 ) -> int:
-    """Device bytes outside torch's allocator: bytes withheld by the driver, the CUDA context, and
-    NCCL's buffers for each communicator of the layout; or the cluster file's measured bytes."""
+    """Device bytes outside torch's allocator: those that the cluster file gives as measured, else
+    the sum of driver, CUDA context and NCCL's buffers for each communicator of the layout."""
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     common = calibration.common
     alike = replace(layout, micro_batch=1, global_batch=1, vpp=1, zero_stage=1, stages="")
     inside, between = communicators(alike, cluster.domain(layout.gpus), system.parallel.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
-    generation = cluster.generation
-    beside = calibration.withheld_bytes(generation) + calibration.context_bytes(generation)
-    return int(beside + buffers)
+    gpu = calibration.gpu_bytes(cluster.generation)
+    return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
 
 
 def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
-    """Device bytes that processes may take: the device's memory less what the driver withholds.
-    nvidia-smi counts no withheld byte as used: rows that ran out of memory on an A100 of 81,920 MiB
-    show at most 81,045 (fms-acceleration @876e2ed)."""
-    withheld = int(calibration.withheld_bytes(cluster.generation))
+    """Device bytes that processes may take: the device's memory minus what the driver withholds.
+    nvidia-smi does not count withheld bytes as used: rows that ran out of memory on an A100 of
+    81,920 MiB show at most 81,045 (fms-acceleration @876e2ed)."""
+    withheld = int(calibration.gpu_bytes(cluster.generation).withheld_bytes)
     if cluster.non_torch_bytes is not None:
         withheld = min(withheld, cluster.non_torch_bytes)
     return cluster.hbm_bytes - withheld
@@ -298,13 +291,12 @@ def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
 
 @lru_cache(maxsize=4096)
 def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
-    """Numbers of a rank's communicators: (within an NVLink domain, over several).
+    """The numbers of a rank's communicators: (within an NVLink domain, over several domains).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
-    ranks; the first and the last stage share one more group for the embedding, and ranks with
-    expert parallelism have groups of experts.  Groups with equal
-    ranks are one communicator (torch's default group, for example, serves a run with data
-    parallelism only).
+    ranks; a pipeline has one more for the embedding's gradient, and expert parallelism has its own
+    groups.  Groups with equal ranks are one communicator (with data parallelism only, torch's
+    default group serves both).
     """
     sizes = {name: size for name, size in degrees(layout).items() if size > 1}
     kinds = [("tp",), ("cp",), ("dp",), ("cp", "dp"), ("pp",), tuple(sizes)]

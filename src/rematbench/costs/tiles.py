@@ -1,6 +1,6 @@
 """Widths and head dimensions that matrix kernels round up, and the cost of unaligned rows.
 
-Token counts are not rounded: the last, partly filled wave of tiles is part of each curve.
+Token counts are not rounded, because each kernel's curve includes its last, partly filled wave.
 """
 
 from collections.abc import Iterator
@@ -15,17 +15,18 @@ from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 TILE_BYTES = 128
-"""Bytes of a row of a GEMM's tile: 64 elements of 16 bits.  Source: NVIDIA DU-09798, "Tensor Core
+"""Bytes per row of a GEMM's tile: 64 elements of 16 bits.  Source: NVIDIA DU-09798, "Tensor Core
 Requirements" (multiples of 128 bytes are the most efficient on A100 and later)."""
 ALIGNED_BYTES = 16
-"""Bytes to whose multiples the rows of a 16-bit GEMM must be aligned, 8 elements (DU-09798)."""
+"""The alignment in bytes that tensor cores require of a 16-bit GEMM's rows: 8 elements
+(DU-09798)."""
 HEAD_DIM_MULTIPLE = 32
-"""Head dimensions for which flash-attention 2 and 3 have kernels (hdim32 to hdim256), and the
-k-step of 16-bit GEMM kernels.  Other head dimensions are padded to the next one."""
+"""The step between head dimensions that flash-attention 2 and 3 have kernels for (hdim32 to
+hdim256), and the k-step of 16-bit GEMM kernels.  Others are padded to the next one."""
 UNALIGNED_SHARE = 12.21e12 * 160 / 140 / 312e12
-"""Share of the dense 16-bit peak that batched GEMMs reach if their rows are not aligned: they run
-without tensor cores.  140 columns of bf16 at 12.21 TFLOP/s on A100, counted as the 160 to which the
-kernel pads them.  Source: PyTorch issue 83272 (2022-08-11)."""
+"""The share of the dense 16-bit peak that batched GEMMs reach without tensor cores, if their rows
+are not aligned: 140 bf16 columns at 12.21 TFLOP/s on A100, counted as the 160 to which the kernel
+pads them.  Source: PyTorch issue 83272 (2022-08-11)."""
 
 
 def rounded(width: int, multiple: int) -> int:
@@ -33,8 +34,8 @@ def rounded(width: int, multiple: int) -> int:
 
 
 def tiled(kernel: Gemm, element_bytes: int, *, weight_gradient: bool) -> Gemm:
-    """The GEMM whose widths are whole tiles: n and k, or m and n of a weight gradient, whose k are
-    tokens."""
+    """The GEMM with its widths rounded up to whole tiles: n and k, or m and n of a weight gradient,
+    whose k are tokens."""
     multiple = TILE_BYTES // element_bytes
     n = rounded(kernel.n, multiple)
     if weight_gradient:
@@ -51,8 +52,7 @@ def is_aligned(head_dim: int, element_bytes: int) -> bool:
 def untiled(
     work: Workload, layout: Layout, system: System, *, fused_attention: bool
 ) -> tuple[str, ...]:
-    """A sentence for each width of a problem that its kernels round up: the width of a rank, and
-    its cost."""
+    """A sentence for each width that kernels round up: the width on a rank, and what it costs."""
     lines = [
         *_untiled_widths(work, layout, system),
         *_untiled_head("head_dim", work.model.head_dim, work, fused_attention),

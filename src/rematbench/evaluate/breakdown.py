@@ -2,9 +2,9 @@
 seconds of the host, of copies and of communication.
 
 The *exposed* seconds of a cause are the seconds by which the step gets shorter when the cause takes
-no time.  Causes are removed in turn, so the parts add up to the step: first the host, then each
-kind of traffic in the order of TRAFFIC, together with the slowdown of kernels that overlap it.  The
-rest is the busiest rank's compute, and that rank's idle time: the bubble."""
+no time.  Causes are removed one after another, so the parts add up to the step: first the host,
+then each kind of traffic in the order of TRAFFIC, together with its slowdown of overlapping
+kernels.  What remains is the busiest rank's compute and its idle time, the bubble."""
 
 from collections.abc import Hashable, Mapping
 from math import fsum
@@ -26,11 +26,11 @@ TRAFFIC: dict[str, frozenset[str]] = {
     "cp": frozenset({"cp"}),
     "tp": frozenset({"tp"}),
 }
-"""Streams by kind of traffic, in the order of their removal.  Copies come first, because a method
-adds them.  The optimizer's update in host memory counts as a copy: it runs between copies."""
+"""Streams by kind of traffic, in the order of their removal.  Copies come first, because methods
+add them.  Updates in host memory count as copies, because they run between copies."""
 
 ROUNDING = 1e-12
-"""Share of a step by which sums in another order may differ."""
+"""The share of a step by which sums may differ if their terms are added in another order."""
 
 # Why: docs/decisions/evaluate.md, How is a step taken apart?
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
@@ -59,7 +59,7 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     alone = simulation or simulate_chunks(program, left)
     busy, rank = busiest(alone)
     again = _recompute_s(program, rank, left)
-    # `before` and `busy` sum the same seconds in different orders: ignore rounding.
+    # `before` and `busy` add the same seconds in different orders, so rounding is ignored.
     bubble = before - busy if before - busy > ROUNDING * step_s else 0.0
     return {"compute": busy - again, "recompute": again, "bubble": bubble, **found}
 
@@ -73,8 +73,8 @@ def losses(shares: Mapping[str, float]) -> str:
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
-    """Return the exposed seconds of the hosts: the step's seconds minus its seconds with hosts that
-    take no time."""
+    """Return the exposed seconds of the hosts: by how much the step is shorter if hosts take no
+    time."""
     return step_s - simulate_chunks(program, WithoutTraffic(seconds, frozenset())).step_s
 
 

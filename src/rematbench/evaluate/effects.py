@@ -1,4 +1,4 @@
-"""Which facts of a stack act on a job: another value of the fact changes its bytes or seconds."""
+"""The facts of a stack that act on a job: their other values change its bytes or seconds."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -19,18 +19,18 @@ from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 
 NUMBERS = (0, 1, 4, 1024)
-"""Values to try of a fact that is a number, where a stack may have them.  1024 is the most bytes of
-a parameter's states, and no divisor of usual vocabularies."""
+"""Values to try for a fact that is a number, if its range allows them.  1024 is the most bytes that
+a parameter's states may have, and does not divide usual vocabularies."""
 COUNTS = (0, 10**6, 10**9)
-"""Values to try of a number of parameters: with 1 parameter in a sub-group, a step has as many
-updates as the model has parameters."""
+"""Values to try for a fact that is a number of parameters.  1 is left out, because sub-groups of
+one parameter would give a step as many updates as the model has parameters."""
 GRAPHED = ("none", "layer")
-"""Values to try of what CUDA graphs capture."""
+"""Values to try for what CUDA graphs capture."""
 
 
 def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
-    """Those of some facts, named as in a stack's file, of which another value changes the bytes or
-    the seconds of a plan; none for a plan that cannot be lowered."""
+    """The facts, named as in a stack's file, whose other values change the bytes or seconds of a
+    plan; none if the plan cannot be lowered."""
     try:
         here = [*_numbers(problem, plan)]
     except PlanError:
@@ -43,22 +43,22 @@ def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
             there = replace(plan, states=other.base_plan.states) if usual else plan
             return any(a != b for a, b in zip(here, _numbers(other, there), strict=True))
         except (LayoutError, RateError, PlanError):
-            return False  # such a stack does not run the job
+            return False  # A stack with this value cannot run the job.
 
     return [fact for fact in facts if any(map(changes, _others(problem.system, fact)))]
 
 
 def _numbers(problem: Problem, plan: Plan) -> Iterator[bytes]:
-    """The numbers of a plan, as text (in which two times that are not known are equal): first what
-    takes no simulation."""
+    """The numbers of a plan as JSON, in which two unknown times are equal: bytes first, because
+    they need no simulation."""
     yield encode(SINGLE_EVALUATOR.lowered(problem, plan).ranks)
     found = evaluate(problem, plan)
     yield encode((found.step_s, found.reserved_bytes, found.host_node_bytes))
 
 
 def _others(system: System, fact: str) -> Iterator[System]:
-    """The stack with each other value that the fact may have.  Facts that contradict the value and
-    depend on it (such as where a fused loss writes its gradient) have their defaults."""
+    """The stack with each other value that the fact may have.  Facts that contradict the value
+    (such as where a fused loss writes its gradient) get their defaults."""
     values = flat(system)
     for value in _values(fact, values[fact]):
         try:
@@ -74,7 +74,7 @@ def _others(system: System, fact: str) -> Iterator[System]:
 
 
 def _values(fact: str, value: Any) -> list[Any]:
-    """Other values to try of a fact whose value is `value`."""
+    """Other values to try for a fact whose value is `value`."""
     if isinstance(value, tuple):
         return [value[::-1]]
     kind = declared(System)[fact].type

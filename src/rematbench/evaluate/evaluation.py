@@ -1,11 +1,12 @@
-"""Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The code reads plans, and
-never a method."""
+"""Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The plan's method plays no
+part."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from math import nan, sqrt
+from typing import get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.inputs.load import load_cluster, names
 from rematbench.inputs.system import System
-from rematbench.plan import Plan, gathers_by_layer
+from rematbench.plan import Plan, StateKind, gathers_by_layer
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 OTHER_HOST_RATES = {"an H100 of NeMo-RL": 6.4e8}
@@ -40,11 +41,11 @@ HOST_RATE = (
 
 class RankBytes(Struct, frozen=True, kw_only=True):
     """Device and host bytes of a rank: resident states and the ledger's activation peaks.  `pools`:
-    staging pools, reduce buckets that stay and workspaces of libraries; `peak_step`: index of the
-    rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
-    (`HostStates.held`); `host_update`: a temporary
-    copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them; `absent`: bytes of gradients that are not allocated at the peak."""
+    staging pools, resident reduce buckets and workspaces of libraries; `peak_step`: the index of
+    the rank's step with the device peak.  `host_state`: pinned blocks of states in host memory
+    (`HostStates.held`); `host_update`: a temporary copy during their update; `host_rounding`: bytes
+    by which pinned blocks exceed the activations in them; `absent`: bytes of gradients that are not
+    allocated at the peak."""
 
     parameter: int
     gradient: int
@@ -69,8 +70,8 @@ class RankBytes(Struct, frozen=True, kw_only=True):
         return states + self.activation_peak + self.pools
 
     def blocks(self, late: Late | None) -> tuple[int, ...]:
-        """Return the bytes of the states and pools that are alive throughout, without the tensors
-        that the rank allocates late."""
+        """Return the bytes of the states and pools that are alive throughout, without tensors that
+        the rank allocates late."""
         gradient, optimizer = self.gradient, self.optimizer
         if late is not None:
             gradient, optimizer = gradient - late.gradient_bytes, optimizer - late.state_bytes
@@ -85,14 +86,14 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
-    """The simulated step of a plan.  Bytes come from the issue-order ledger; MFU and HFU are
-    fractions.
+    """The simulated step of a plan.  Bytes come from the issue-order ledger.  MFU and HFU are
+    fractions of the peak.
 
     `recompute_flop` and `offload_bytes` are sums over all ranks of a step.  `reserved_bytes`: bytes
     that the fullest rank's allocator reserves, or its ledger peak if the allocator was not
-    modelled.  `pressed`: whether the allocator gave cached segments back (None: not modelled).
-    `not_timed`: why the seconds leave out a part of the step and must not be printed; empty if they
-    are complete.  If no kernel has seconds, speeds are NaN and nothing is simulated.
+    modelled.  `pressed`: whether the allocator had to give cached segments back (None: not
+    modelled).  `not_timed`: why the seconds are incomplete and must not be printed; empty if they
+    are complete.  If kernels have no rates, speeds are NaN and nothing is simulated.
     """
 
     step_s: float
@@ -165,7 +166,7 @@ def evaluate_program(
     rate = found.tokens_per_s_per_gpu
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
-    replicas = lay.stage_ranks  # they all do the same work
+    replicas = lay.stage_ranks  # Ranks of a stage do the same work.
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
@@ -183,7 +184,7 @@ def evaluate_program(
 
 
 NOTHING = Simulation(step_s=nan, rank_end_s=(), stream_busy_s=())
-"""The simulation of a problem whose kernels have no seconds."""
+"""The simulation of a problem whose kernels have no rates."""
 
 
 def _simulated(problem: Problem, program: Program, *, record: bool) -> Simulation:
@@ -195,8 +196,8 @@ def _simulated(problem: Problem, program: Program, *, record: bool) -> Simulatio
 
 
 def not_timed(problem: Problem, plan: Plan) -> str:
-    """Return the part of a plan whose seconds are not modelled, and how to declare what is missing,
-    in words; empty if there is none."""
+    """Return which part of a plan has no modelled seconds, and how to declare what is missing;
+    empty if there is no such part."""
     if problem.untimed:
         return problem.untimed
     parameter = plan.state("parameter")
@@ -212,7 +213,7 @@ def not_timed(problem: Problem, plan: Plan) -> str:
 
 
 def lacks_host_rate(problem: Problem, plan: Plan) -> bool:
-    """Whether the host updates states of the plan at a rate that its cluster does not have."""
+    """Whether the host updates states of the plan, but its cluster has no rate for that."""
     optimizer = plan.state("optimizer")
     places = optimizer.pieces.places if optimizer.pieces else (optimizer.home,)
     return "host" in places and problem.cluster.host_update_parameters_per_s is None
@@ -272,24 +273,18 @@ def _rank_bytes(
 ) -> RankBytes:
     system = problem.system
     count = rank_parameters(problem, plan, rank, trained=True)
-    sizes = {
-        "parameter": system.states.param_bytes,
-        "gradient": system.states.grad_bytes,
-        "optimizer": system.states.optimizer_bytes,
-    }
-    device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    widths = system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
     standing += gathered_chunks_bytes(problem, plan, rank)
     standing += returned_bytes(problem, plan, rank, ledger.device_peak_bytes)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
-    for kind in device:
-        fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
-        nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
-        if kind == "gradient" and lends_gradients(plan):
-            nbytes = 0
-        device[kind] = nbytes if fate.home == "device" else 0
+    device: dict[str, int] = {}
+    for fate, width in zip(map(plan.state, get_args(StateKind)), widths, strict=True):
+        lent = fate.kind == "gradient" and lends_gradients(plan)
+        here = fate.home == "device" and not lent
+        device[fate.kind] = rank_sharded(problem, plan, rank, fate) * width if here else 0
     for kind, left in on_device(problem, plan, rank).items():
         device[kind] += left
     device["parameter"] += quantised_bytes(problem, plan, rank)
@@ -308,10 +303,10 @@ def _rank_bytes(
 
 
 def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) -> int:
-    """Device bytes of the logits that a pipeline's last stage keeps, above the `activations` at its
-    peak: those of all other micro-batches, or, at the end of the step, of all and of their merged
-    copy.  Source: torch 2.13, distributed/pipelining/stage.py, forward_one_chunk (output_chunks),
-    schedules.py, _merge_outputs; pytorch/pytorch issue 159251."""
+    """Device bytes by which logits that a pipeline's last stage keeps exceed the `activations` at
+    its peak: the logits of all other micro-batches or, at the end of the step, of all micro-batches
+    and their merged copy.  Source: torch 2.13, distributed/pipelining/stage.py, forward_one_chunk
+    (output_chunks), schedules.py, _merge_outputs; pytorch/pytorch issue 159251."""
     work, lay, system = problem.workload, problem.layout, problem.system
     if lay.pp == 1 or rank != plan.head_rank or not system.parallel.returns_outputs:
         return 0
@@ -322,8 +317,8 @@ def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) ->
 
 
 def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
-    """Device bytes of the chunks that a rank of a pipeline keeps gathered where it gathers others
-    again: the largest ones, less the two layers that a pass has by itself."""
+    """Device bytes of the chunks whose parameters a pipeline rank keeps gathered while it gathers
+    others again: the largest chunks, less the two layers that a pass gathers anyway."""
     lay, parameter = problem.layout, plan.state("parameter")
     if not lay.gathers_again or not gathers_by_layer(parameter, lay):
         return 0
@@ -333,9 +328,9 @@ def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
 
 
 def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:
-    """Device bytes of the buffers that stand in for gradients of a rank's weights, one for each
-    shape.  Source: TransformerEngine, pytorch/module/base.py, get_dummy_wgrad; the head's is
-    Megatron-core's, core/tensor_parallel/layers.py.  A router adds to its gradient without one."""
+    """Device bytes of the dummy buffers that stand in for gradients of a rank's weights, one for
+    each shape.  Source: TransformerEngine, pytorch/module/base.py, get_dummy_wgrad; for the head,
+    Megatron-core, core/tensor_parallel/layers.py.  A router's gradient needs none."""
     if not problem.system.states.dummy_gradients:
         return 0
     chunks = plan.partition[rank]
@@ -377,8 +372,8 @@ def kernel_flop(kernel: Kernel) -> float:
 
 
 def _work(problem: Problem, program: Program) -> tuple[float, int]:
-    """(recomputed FLOPs, bytes of activations copied to the host) of a step: the sum over stages of
-    one rank each."""
+    """(recomputed FLOPs, bytes of activations copied to the host) of a step, summed over pipeline
+    stages with one rank each."""
     flop, moved = 0.0, 0
     for block, runs in program.block_runs:
         for action, count in block.counted():
@@ -393,6 +388,6 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:
-    """Whether pinned activations take their exact bytes of host memory and not torch's blocks: the
-    stack's allocator does so, or the plan places its memory itself."""
+    """Whether pinned activations take exactly their bytes of host memory, not torch's larger
+    blocks: the stack's allocator is exact, or the plan places its memory itself."""
     return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

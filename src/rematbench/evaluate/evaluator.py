@@ -1,7 +1,4 @@
-"""The evaluator: lowers each plan once, and computes each of its numbers once.
-
-It keeps lowered plans, and the bytes that the allocators of their fullest ranks reserve.
-"""
+"""The evaluator, which lowers each plan once and computes each of its numbers once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -49,7 +46,7 @@ class Reserved(NamedTuple):
 class Lowered:
     """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
     unlimited memory, each computed once.  None of them depends on the cluster.  `evaluations` and
-    `parts_s` cache the numbers of an evaluator, by the facts on which they depend."""
+    `parts_s` cache further numbers, by the facts on which they depend."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
@@ -95,7 +92,7 @@ class Lowered:
         return self.peaks_until(inf)
 
     def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
-        """Return `peaks`, or the peaks of a replay that ended once more than `enough_bytes` were
+        """Return `peaks`, or those of a replay that ended once more than `enough_bytes` were
         reserved."""
         known = self._peaks
         if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
@@ -151,7 +148,7 @@ def replayed(
     mode: Mode = "expandable" if program.expandable else "default"
     passes = None if whole else 2 * held.peak_step + 3
     if passes and actions.late:
-        passes += 1  # through the second micro-batch, where all gradients are alive
+        passes += 1  # to reach the second micro-batch, where all gradients are alive
     return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
 
 
@@ -199,8 +196,8 @@ Same = Callable[[Problem], Hashable]
 
 
 def without_cluster(problem: Problem) -> Hashable:
-    """Return a key that is equal for problems that differ only in their cluster, because a program
-    depends on the cluster only through the overlap that its links allow."""
+    """Return a key that is equal for problems that differ only in their cluster.  A program depends
+    on the cluster only through the overlap that its links allow, which is part of the key."""
     same = (problem.workload, problem.system, problem.layout, problem.attention)
     return encode((*same, problem.tp_overlap))
 

@@ -89,9 +89,9 @@ def _problem(
 
 
 def check_plan(method: Method, problem: Problem) -> None:
-    """Check that the method `plan` is a pure function.  Its plan must survive JSON, be lowered, be
-    safe and free all its allocations; or the method must give a reason.  Raise MethodError or the
-    plan's own error."""
+    """Check that the method's `plan` is a pure function.  The plan must survive JSON, be lowered,
+    be safe and free all its allocations; or the method must give a reason why there is none.  Raise
+    MethodError or the plan's own error."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
         raise MethodError("plan is not a pure function: two calls return different plans")
@@ -112,8 +112,8 @@ def check_plan(method: Method, problem: Problem) -> None:
 
 
 def check_on_top(method: Method, under: Method, problem: Problem) -> None:
-    """Check a method's plan on top of another method's plan.  The result must be lowered and be
-    safe, or the method must give a reason."""
+    """Check a method's plan on top of another method's plan: it must be lowered and be safe, or the
+    method must give a reason why there is none."""
     base = under.plan(problem, problem.base_plan)
     if isinstance(base, Unsupported):
         return

@@ -94,8 +94,8 @@ def _span(rank: int, thread: int, start_s: float, end_s: float) -> Event:
 def exposed_waits(
     rank: int, items: Iterable[Interval], arrivals: dict[float, Interval]
 ) -> Iterator[Event]:
-    """Return events of the gaps in the compute stream.  A gap is named after the action that ended
-    when compute went on: an action of the rank's own streams, otherwise a message of another
+    """Return events for the gaps in the compute stream.  A gap is named after the action at whose
+    end compute resumed: an action on another stream of the rank, otherwise a message from another
     rank."""
     own = {i.end_s: i for i in items if i.stream != "compute" and i.end_s > i.start_s}
     now = 0.0
@@ -112,8 +112,8 @@ def exposed_waits(
 
 
 def _memory(rank: int, items: list[Interval], evaluation: PlanEvaluation) -> Iterator[Event]:
-    """Counter events of device bytes (states, staging, activations); one for each time, with the
-    last value at that time."""
+    """Counter events of device bytes (states, staging, activations), one for each time at which
+    they change."""
     held = evaluation.ranks[rank]
     resident = held.parameter + held.gradient + held.optimizer
     at_time = dict(timeline(items, rank))

@@ -1,4 +1,5 @@
-"""Makes problems from plain inputs: loads names and files, and binds the evaluator."""
+"""Makes problems from plain inputs: loads names and files, binds the evaluator, and says which
+options of a stack would be faster."""
 
 from typing import Literal
 
@@ -36,12 +37,12 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if chosen.dispatcher and model.experts is None:
         raise ConfigError("", "dispatcher", f"{chosen.dispatcher!r}: {model.name} has no experts")
     system = stack_of(spec)
-    if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
+    if cluster.generation != CPU:  # CPU problems of the executor keep the bytes of bf16.
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
     system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
     work = spec.workload(trained_model(model, system))
-    if work.fp32_norms and fsdp_shards(layout, system):  # FSDP gathers 16 bits
+    if work.fp32_norms and fsdp_shards(layout, system):  # FSDP gathers norms in 16 bits.
         work = replace(work, fp32_norms=False)
     return Problem(
         workload=work,
@@ -67,8 +68,8 @@ def trained_model(model: Model, system: System) -> Model:
 
 
 def stack_of(spec: Job) -> System:
-    """The stack of a problem, with the states and the exchanges of experts that the problem asks
-    for."""
+    """The stack with the job's choices: homes of states, dispatcher, CUDA graphs and overlap of
+    experts' exchanges."""
     chosen = spec.stack
     system = spec.system if isinstance(spec.system, System) else load_system(spec.system)
     if chosen.optimizer:
@@ -87,8 +88,8 @@ def stack_of(spec: Job) -> System:
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
-    """Return the stack with experts' exchanges beside another micro-batch, or not, as `choice` says
-    (None: as the stack has it)."""
+    """Return the stack with or without experts' exchanges beside another micro-batch, as `choice`
+    says (None: as in the stack's file)."""
     if choice is None:
         return system
     kind: EpOverlap = "none" if choice == "off" else "interleaved"
@@ -98,9 +99,9 @@ def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """Return a stack with some of its options switched on.  Raise Unsupported for an option that
-    the stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp:
-    sequence-parallel collectives overlap the GEMMs that they feed."""
+    """Return a stack with some of its options switched on, or Unsupported for an option that the
+    stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel
+    collectives overlap the GEMMs that read their results."""
     for variant in variants:
         if variant not in system.accepts.features:
             return Unsupported(f"system {system.name} has no {variant}")
@@ -109,3 +110,38 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
     if "async_tp" in variants:
         system = with_facts(system, tp_overlap="gemm")
     return system
+
+
+def leaner_exchanges(problem: Problem) -> str:
+    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
+    do so already or exchange none."""
+    exchange, others = problem.system.experts, []
+    if problem.layout.ep == 1:
+        return ""
+    if exchange.dispatcher in ("alltoall", "allgather"):
+        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
+    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
+        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
+    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
+
+
+def faster_attention(problem: Problem) -> str:
+    """Return the attention kernels of the GPU generation whose published rates are higher than
+    those of the kernel in use, in one line; empty if there are none."""
+    if problem.kernel == "unfused" or problem.untimed:
+        return ""
+    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
+    used = rates[problem.kernel]
+    faster = [
+        name
+        for name, one in rates.items()
+        if one.forward.efficiency > used.forward.efficiency
+        and one.backward.efficiency > used.backward.efficiency
+    ]
+    if not faster:
+        return ""
+    named = ", ".join(sorted(faster))
+    return (
+        f"attention kernels that are faster than {problem.kernel} on "
+        f"{problem.cluster.generation}: {named}"
+    )

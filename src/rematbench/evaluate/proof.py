@@ -1,9 +1,9 @@
 """Proves a program sound before it runs: lifetimes of tensors, races of streams, deadlocks.
 
-Every stream has a vector clock: for each other stream, the tick up to which that stream is known to
-have run.  A stream may read a tensor only if it has waited for the end of the tensor's producer
-(for its start, if a collective and a kernel overlap piece by piece).  A tensor may be freed, and
-the compute stream may reuse its memory, only when compute has waited for every reader.
+Every stream has a vector clock: for each stream, the tick up to which that stream is known to have
+run.  A stream may read a tensor only if it has waited for the end of the tensor's producer (or for
+its start, if a collective and a kernel overlap piece by piece).  A tensor may be freed, so that
+compute can reuse its memory, only after compute has waited for every reader.
 
 Parameters and gradients are resident, and actions name only the unit (embedding, layer, head) that
 they work on.  The unit suffices to order kernels, gathers, reductions and updates within a step.
@@ -21,8 +21,7 @@ from rematbench.evaluate.state_order import COMPUTE, StateCheck, VectorClock
 
 Key = tuple[Storage, int, int]
 REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "ep", "h2d"))
-"""Streams whose tensors reuse memory that compute freed; tensors of dp and pp_recv have their
-own."""
+"""Streams whose tensors reuse memory that compute freed; dp and pp_recv have separate memory."""
 
 
 class CheckError(ValueError):
@@ -65,7 +64,7 @@ class _RankCheck:
         self.events: dict[tuple[Event, int, int], VectorClock] = {}
         self.local: dict[Event, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
-        self.held: dict[tuple[Storage, int], Key] = {}  # storages of a chunk, by chunk
+        self.held: dict[tuple[Storage, int], Key] = {}  # storages that a whole chunk shares
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[Slot, dict[Key, ModelPart]] = {}  # the tenants of each slot
         self.states = StateCheck(rank)
@@ -97,7 +96,7 @@ class _RankCheck:
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
         begin = action.exchange.begin
-        if begin:  # a separate tick, which only streams that wait for `begin` have seen
+        if begin:  # A separate tick: a stream that waits for `begin` has not seen the end.
             clock[stream] += 1
             self.local[begin] = clock.copy()
         clock[stream] += 1

@@ -1,4 +1,4 @@
-"""The result of a method on a problem, which is a row of a table; its job, and the band of its
+"""The result of a method on a problem (a row of a table), its job, and the error band of its
 speed."""
 
 import dataclasses
@@ -36,8 +36,9 @@ Fit = Literal["yes", "tight", "expandable", "no"]
 FRAGMENTED = "fits with expandable segments, else retries or fails"
 
 DROPPED = 0.25
-"""No job is said to fit if its experts must drop more than this share of tokens.  It has no source:
-nobody publishes the distribution, so the verdict also names the least of SHARES that fits."""
+"""A job counts as too large if its experts must drop more than this share of tokens to fit.  The
+number has no source, because nobody publishes how many tokens are dropped; so the verdict also
+names the smallest of SHARES with which the job fits."""
 SHARES = (0.05, 0.1, 0.15, 0.2, DROPPED)
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
@@ -46,7 +47,7 @@ ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 
 
 ALIKE = 0.0005
-"""Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
+"""Steps that differ by a smaller share are shown as equal, because shares are printed to 0.1 %."""
 LEADING = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "ulysses", "ep", "etp")
 """The facts of a layout with which its columns begin, in this order."""
 WORDS: tuple[str, ...] = (*LEADING, "micro_batch", "global_batch")
@@ -54,13 +55,12 @@ WORDS: tuple[str, ...] = (*LEADING, "micro_batch", "global_batch")
 
 
 class Band(Struct, frozen=True, kw_only=True):
-    """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
-    the job that no published row covers, each with its description.  `sources` is the number of
-    sources behind the width.  It is 0 for a stack that its user calibrated, whose width is
-    `evidence.user_fit.band_of_rows`.  `other_generation`: the rows of the sources were predicted
-    with the kernels of another GPU generation, because nobody published the job's GPU.
-    `open_cause`: the width is that of an error without a known cause, which `outside`
-    describes."""
+    """The error band of a predicted speed.  `half_width` is a logarithm.  `outside`: the properties
+    of the job that no published row covers, each with its description.  `sources`: the number of
+    sources from which the width follows; 0 for a stack that its user calibrated, whose width is
+    `evidence.user_fit.band_of_rows`.  `other_generation`: the sources' rows were predicted with the
+    kernels of another GPU generation, because nobody has published rows of the job's GPU.
+    `open_cause`: the width is that of an error without a known cause, which `outside` describes."""
 
     half_width: float
     outside: dict[str, str]
@@ -83,8 +83,8 @@ class Band(Struct, frozen=True, kw_only=True):
 
 
 class PlannedJob(Struct, frozen=True, kw_only=True):
-    """A problem with the plan from which methods start.  `words` are the command-line options of
-    this problem (empty: no options can express it)."""
+    """A problem with the plan from which methods start.  `words`: the command-line options of the
+    problem (empty: no options can express it)."""
 
     problem: Problem
     base: Plan
@@ -103,9 +103,13 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
         return shlex.join(words) if self.words else ""
 
     def facts(self) -> dict[str, Any]:
-        """The facts of the job under the column names of sheets, so that joined tables can be told
-        apart: model, cluster, stack, layout, sequence length, precision, attention, the date of the
-        calibration constants, and which constants and kernels are assumed."""
+        """The facts of the job under the column names of sheets, which tell the rows of joined
+        tables apart: model, cluster, stack, layout, sequence length, precision, attention, the date
+        of the calibration constants, and the constants and kernels that are assumed."""
+        return self.quick_facts() | {"assumes": assumed(self.problem)}
+
+    def quick_facts(self) -> dict[str, Any]:
+        """The same without `assumes`, for which other stacks and networks are simulated."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -128,7 +132,6 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
             "partition": _layers(self),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,
-            "assumes": assumed(problem),
         }
 
 
@@ -146,7 +149,7 @@ class Result(Struct, frozen=True, kw_only=True):
     candidates). A plan may fit without a modelled time: its status is ok, its bytes hold, it has no
     speeds, and the reason says why (`not_timed`). The fields after `proof` are filled in if a table
     asks for them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied`
-    whether the result cannot be told from the fastest given the error of ratios of speeds,
+    whether the error of ratios of speeds is too large to tell the result from the fastest,
     `parts_s` the seconds of the step by part, `runs_on` the engines that can run the plan,
     `same_as` an earlier result with an equal plan, `bound_s` a lower bound of the step.
     """
@@ -171,8 +174,7 @@ class Result(Struct, frozen=True, kw_only=True):
     bound_s: float = 0.0
 
     def __repr__(self) -> str:
-        """Return a short line for notebooks; all fields of the problem and the plan would fill
-        pages."""
+        """Return a short line for notebooks, where all fields would fill pages."""
         names = ("status", "reason", "step_s", "tokens_per_s_per_gpu", "headroom_bytes")
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"Result(method={self.method!r}, {values})"
@@ -243,8 +245,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """(low, high) tokens per second and GPU, an interval that holds 80 % of such
-        predictions."""
+        """(low, high) tokens/s/GPU: the interval that holds 80 % of published rows."""
         speed, band = self.tokens_per_s_per_gpu, self.error_band
         return (band.low(speed), band.high(speed)) if speed and band else None
 
@@ -280,6 +281,10 @@ class Result(Struct, frozen=True, kw_only=True):
         """Return every number in base SI units and fractions, under the column names of all tables;
         None if the result has no such number.  If the plan does not fit, the speeds are those that
         it would have if it did."""
+        return self.quick_row() | {"assumes": assumed(self.problem), "run_with": self.command}
+
+    def quick_row(self) -> dict[str, Any]:
+        """The same without `assumes` and `run_with`."""
         evaluation, (low, high) = self.evaluation, self.band or (None, None)
         notes = self.plan.fit if self.plan else {}
         return {
@@ -309,15 +314,14 @@ class Result(Struct, frozen=True, kw_only=True):
             "runs_on": " ".join(self.runs_on),
             "bound_s": self.bound_s,
             "losses": self.losses,
-            **self.job.facts(),
-            "run_with": self.command,
+            **self.job.quick_facts(),
         }
 
     def line(self, columns: Sequence[str], **more: Any) -> dict[str, Any]:
         """A line of a table: `columns` of `row` and of `more`, the facts of the job, and the
         command."""
-        values = self.row() | more
-        return {key: values[key] for key in (*columns, *self.job.facts(), "run_with")}
+        values, facts = self.row() | more, self.job.quick_facts()
+        return {key: values[key] for key in (*columns, *facts, "assumes", "run_with")}
 
 
 def evaluate_method(
@@ -330,10 +334,10 @@ def evaluate_method(
     text: str = "",
     shared: Evaluator | None = None,
 ) -> Result:
-    """Return the result of a method on a problem.  `checked` also proves the lowered program safe.
-    `words` are the options of the problem, `text` the method's name as the user typed it.  If
-    problems share the evaluator (`shared`), a plan that does not fit has a verdict but no
-    evaluation: its step is not simulated."""
+    """Return the result of a method on a problem.  `checked`: also prove that the lowered program
+    is safe.  `words`: the options of the problem; `text`: the method's name as the user typed it.
+    If problems share the evaluator (`shared`), the step of a plan that does not fit is not
+    simulated, so its result has a verdict but no evaluation."""
     if shared is not None:
         problem = dataclasses.replace(problem, evaluator=shared.evaluate, weigher=shared.weigh)
     job = PlannedJob(problem=problem, base=problem.base_plan if base is None else base, words=words)
@@ -355,12 +359,12 @@ def evaluate_method(
 
 
 def needs_seconds(name: str, error: RateError) -> str:
-    """Return why a method has no plan on a problem whose kernels have no seconds."""
+    """Return why a method that plans by seconds has no plan if kernels have no rates."""
     return f"{name}: plans by seconds; {error}"
 
 
 def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
-    """The verdict on a plan, whose step is not simulated."""
+    """The verdict on a plan, without a simulation of its step."""
     ranks = shared.lowered(problem, plan).ranks
     reserved_bytes = shared.reserved(problem, plan).nbytes
     return judged(problem, ranks, reserved_bytes, host_node_bytes(problem, ranks))
@@ -374,7 +378,7 @@ def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Res
 
 
 def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
-    """Return the result of `blank`'s method, which decided `plan`."""
+    """Return the result of the method of `blank`, whose plan is `plan`."""
     problem, proof = blank.problem, None
     if checked:
         lowered = SINGLE_EVALUATOR.lowered(problem, plan)
@@ -408,8 +412,8 @@ def at_middle_rate(result: Result) -> Result:
 
 
 def told_fragmented(result: Result) -> Result:
-    """Return a result that is out of memory, with another status and reason if only the allocator's
-    fragmentation exceeds the device, or only the tokens that experts with a capacity may drop."""
+    """Return the result, with another status and reason if it is out of memory only by its
+    allocator's fragmentation, or only unless experts with a capacity drop tokens."""
     plan, evaluation, verdict = result.plan, result.evaluation, result.verdict
     if result.status != "oom" or plan is None or evaluation is None or verdict is None:
         return result
@@ -422,7 +426,7 @@ def told_fragmented(result: Result) -> Result:
 
 
 def _told_dropping(result: Result, problem: Problem, plan: Plan) -> Result:
-    """The result, with another status and reason if it fits where experts drop tokens."""
+    """The result, with another status and reason if it fits once experts drop tokens."""
     verdict = _dropping(problem, plan, DROPPED)
     if not verdict.fits:
         return result
@@ -433,7 +437,7 @@ def _told_dropping(result: Result, problem: Problem, plan: Plan) -> Result:
 
 
 def _dropping(problem: Problem, plan: Plan, share: float) -> Verdict:
-    """The verdict on a plan where experts drop a share of their tokens."""
+    """The verdict on a plan whose experts drop a share of their tokens."""
     kept = problem.workload.capacity_factor * (1.0 - share)
     work = replace(problem.workload, capacity_factor=kept)
     fewer = dataclasses.replace(problem, workload=work, _memo={}, _weights={})
@@ -445,7 +449,7 @@ def _dropping(problem: Problem, plan: Plan, share: float) -> Verdict:
 
 def assumed(problem: Problem) -> str:
     """Return the kernels and the fitted constants that a prediction assumes, in one line.  Kernels
-    that the model lacks (RoPE, a gated activation) are left out."""
+    that the model does not run (RoPE, a gated activation) are left out."""
     generation, network, stack = problem.constants
     model, system = problem.workload.model, problem.system
     native = model.norm == "layernorm" and not model.norm_in_fp32
@@ -461,41 +465,6 @@ def assumed(problem: Problem) -> str:
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
     balance = problem.workload.balance
     return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
-
-
-def leaner_exchanges(problem: Problem) -> str:
-    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
-    do so already or exchange none."""
-    exchange, others = problem.system.experts, []
-    if problem.layout.ep == 1:
-        return ""
-    if exchange.dispatcher in ("alltoall", "allgather"):
-        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
-    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
-        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
-    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
-
-
-def faster_attention(problem: Problem) -> str:
-    """Return the attention kernels of the GPU generation with higher published rates than the
-    kernel in use, in one line; empty if there are none."""
-    if problem.kernel == "unfused" or problem.untimed:
-        return ""
-    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
-    used = rates[problem.kernel]
-    faster = [
-        name
-        for name, one in rates.items()
-        if one.forward.efficiency > used.forward.efficiency
-        and one.backward.efficiency > used.backward.efficiency
-    ]
-    if not faster:
-        return ""
-    named = ", ".join(sorted(faster))
-    return (
-        f"attention kernels that are faster than {problem.kernel} on "
-        f"{problem.cluster.generation}: {named}"
-    )
 
 
 def _loss(system: System) -> str:

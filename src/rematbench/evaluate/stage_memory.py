@@ -25,8 +25,8 @@ class StageBytes(Struct, frozen=True, kw_only=True):
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
     rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: bytes that the caching
     allocator reserves beyond the bytes that it hands out; `non_torch`: driver, context and NCCL;
-    `free`: unused bytes of the device (negative: the plan does not fit).  `staging` has the
-    workspaces of libraries too, where the stack counts them (`System.workspaces`).
+    `free`: unused bytes of the device (negative: the plan does not fit).  `staging` includes
+    workspaces of libraries.
     """
 
     rank: int
@@ -74,7 +74,8 @@ def stage_bytes(
 def _saved_bytes(
     problem: Problem, plan: Plan, rank: int, live: tuple[Live, ...], *, staged: bool
 ) -> int:
-    """Bytes of live tensors that wait for a backward: saved sites without the rebuilt ones."""
+    """Bytes of live tensors that were saved for a backward and not rebuilt.  `staged`: offloaded
+    tensors are in staging pools, and not counted."""
     phase = phases(rank_orders(plan, problem)[rank])
     fates: Fates = {}
     total = 0
@@ -93,7 +94,7 @@ def _saved_bytes(
 
 
 def _site(storage: Storage | None) -> Site | None:
-    """The site whose tensor, or kept or offloaded rows, a storage has; None for all others."""
+    """The site of a storage with a saved tensor or its kept or offloaded rows; else None."""
     if storage is None or storage.role is not Role.ACTIVATION:
         return None
     part = _PARTS.get(storage.part.letter)

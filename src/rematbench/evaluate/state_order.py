@@ -1,5 +1,5 @@
-"""The order of what happens to parameters, gradients and optimizer states in a step: the part of
-the proof that knows units and pieces of states."""
+"""The part of the proof that checks the order of actions on parameters, gradients and optimizer
+states in a step."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,14 +30,14 @@ EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)
 
 
 class _Uses:
-    """The last tick at which each stream read, and wrote, a unit's weights (or its gradients)."""
+    """The last ticks at which each stream read and wrote a unit's weights (or its gradients)."""
 
     def __init__(self) -> None:
         self.read: dict[int, int] = {}
         self.wrote: dict[int, int] = {}
 
     def add(self, stream: int, clock: VectorClock, *, write: bool) -> str:
-        """Record a use; returns the name of a stream whose earlier, conflicting use may still run
+        """Record a use; return the name of a stream whose earlier, conflicting use may still run
         ("": no stream)."""
         late = self.late(clock, write=write)
         (self.wrote if write else self.read)[stream] = clock[stream]
@@ -50,8 +50,8 @@ class _Uses:
 
 
 class _Pieces:
-    """The order of the actions on each piece of optimizer states: gradients down, the update,
-    weights up; of a visit states up, the update, states down."""
+    """The order of the actions on each piece of optimizer states: gradients go down, the piece is
+    updated, weights go up; for a visit, states go up, are updated and go down."""
 
     def __init__(self) -> None:
         self.weights: dict[ModelPart, _Uses] = defaultdict(_Uses)
@@ -59,7 +59,7 @@ class _Pieces:
         self.updated: dict[ModelPart, str] = {}  # the stream of each piece's update
         self.up: set[str] = set()  # pieces whose weights are on the device again
         self.back: set[str] = set()  # pieces whose states are on the host again
-        self.units: dict[str, frozenset[UnitOf]] = {}  # of each piece that has not any unit's
+        self.units: dict[str, frozenset[UnitOf]] = {}  # for pieces that cover only these units
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -79,7 +79,7 @@ class _Pieces:
         if action.kind is Kind.OPTIMIZER or action.op == GRADIENTS_DOWN:
             late = self.gradients[piece].add(stream, clock, write=action.kind is Kind.OPTIMIZER)
         elif action.op in (WEIGHTS_UP, STATES_DOWN):
-            late = self.gradients[piece].late(clock, write=True)  # the update wrote last
+            late = self.gradients[piece].late(clock, write=True)  # The update is the last writer.
         elif action.op == WEIGHTS_DOWN:
             late = self.weights[piece].late(clock, write=False)
         if writes:
@@ -97,8 +97,8 @@ class _Pieces:
     def late(
         self, unit: UnitOf, stream: int, clock: VectorClock, *, write: bool
     ) -> tuple[str, str] | None:
-        """A piece whose weights are still being written or read, and the stream that does it, of
-        the pieces that may have weights of a unit (without a part: of its chunk)."""
+        """(piece, stream): among the pieces that may cover weights of a unit (without a part: of
+        its chunk), one whose weights a stream may still read or write; None if there is none."""
         for piece, uses in self.weights.items():
             own = self.units.get(piece, frozenset({unit}))
             if not any(one == unit or (not unit[0] and one[1] == unit[1]) for one in own):
@@ -109,8 +109,8 @@ class _Pieces:
         return None
 
     def missing(self, clock: VectorClock) -> str:
-        """A piece that the step leaves out, or that compute, with its last `clock`, has not waited
-        for, in words; empty if none."""
+        """A piece that is never updated, or for which compute, at its last `clock`, has not waited,
+        in words; empty if there is none."""
         for piece, uses in (*self.gradients.items(), *self.weights.items()):
             if late := uses.late(clock, write=True):
                 return f"the step ends while {late} may still update {piece}"
@@ -118,21 +118,21 @@ class _Pieces:
         gap = next((at for at, number in enumerate(numbers) if at != number), None)
         if gap is not None:
             return f"piece P{gap} is never updated"
-        if self.shards_up:  # weights are at home on the host
+        if self.shards_up:  # The weights' home is the host.
             return ""
         left = [piece for piece in self.updated if piece not in self.up]
         return f"weights of {left[0]} never go up after their update" if left else ""
 
 
 def _gathered(part: ModelPart) -> set[Storage]:
-    """The storages that a part's gathered parameters may have."""
+    """The storages that may have a part's gathered parameters."""
     found = [storage_of(part, tensor, Role.WEIGHTS) for tensor in ("", EXPERTS)]
     return {*found, *(storage.held for storage in found)}
 
 
 class StateCheck:
-    """The order of uses of each unit's weights and gradients on one rank: kernels read weights,
-    backward kernels add to gradients, then come reductions and exchanges, then the update, then
+    """The order in which one rank uses each unit's weights and gradients: kernels read weights,
+    backward kernels add to gradients; then come reductions and exchanges, then the update, then
     gathers."""
 
     def __init__(self, rank: RankProgram) -> None:
@@ -177,8 +177,8 @@ class StateCheck:
 
     def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Alive) -> str:
         """The buffer that a kernel needs and that is not alive, in words; empty if none.  A kernel
-        issued before its gather names no buffer in `reads`: the same operator elsewhere shows that
-        it has weights."""
+        that is wrongly issued before its gather names no buffer in `reads`; that it has weights
+        follows from other actions of the same operator."""
         part = action.part
         sums = storage_of(part, role=Role.SUMS).held
         either = (storage_of(part, role=Role.WEIGHT_GRADIENTS), sums)
@@ -208,8 +208,8 @@ class StateCheck:
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
     def _gather(self, unit: UnitOf, stream: int, clock: VectorClock, *, in_place: bool) -> str:
-        """Check a gather of the weights of one unit, or of all units of the chunk, into a new
-        buffer or in place (where kernels or gathers read)."""
+        """Check a gather of the weights of a unit, or of all units of the chunk: into a new buffer,
+        or in place, where kernels and other gathers may still read."""
         used = self.pieces.late(unit, stream, clock, write=in_place)
         if used:
             return f"gathers weights of {used[0]} while {used[1]} may still use them"
@@ -221,9 +221,9 @@ class StateCheck:
         return ""
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[UnitOf]:
-        """The units whose gradients an action exchanges: one unit or all (norms, offload at the
-        step's end), the embedding and the head (tied), the units whose buffers a copy to the host
-        reads, or the chunk's units that are due (down to the named unit, as the runtime counts)."""
+        """The units whose gradients an action exchanges: one unit or all (norms, copies at the
+        step's end); embedding and head (tied); the units whose buffers a copy to the host reads; or
+        the chunk's units whose backward is done and that are not reduced yet."""
         if action.op == "norm_gradients" or (action.op == GRADIENTS_DOWN and not action.part):
             return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
@@ -251,8 +251,9 @@ class StateCheck:
         return ""
 
     def _piece(self, action: Action, stream: int, clock: VectorClock) -> str:
-        """Check an action on a piece of optimizer states.  A piece has weights and gradients of its
-        units, or of any, so it comes after their kernels and reductions; pieces share nothing."""
+        """Check an action on a piece of optimizer states.  A piece covers weights and gradients of
+        its `units` (or possibly of any unit), so it must come after their kernels and reductions.
+        Pieces share nothing with each other."""
         piece = action.part
         if not piece:
             return ""
@@ -275,7 +276,7 @@ class StateCheck:
             if self.reduces and (unit := next(iter(units - self.reduced), None)):
                 return f"updates {piece} with gradients of {unit[0]}, which are not reduced"
             self.updated.update(own or self.weights)
-            self.reduced.update(own)  # without peers nothing else says so
+            self.reduced.update(own)  # Without peers there is no reduction to record it.
         elif action.op == GRADIENTS_DOWN:
             self.sent.update(own)
         return self.pieces.fault(action, stream, clock, writes=writes)
@@ -295,8 +296,8 @@ class StateCheck:
     def _before_pieces(
         uses: dict[UnitOf, "_Uses"], own: frozenset[UnitOf], stream: int, clock: VectorClock
     ) -> tuple[str, str] | None:
-        """A unit of `uses` (of the piece's `own`, if any) with a use that a piece's action does not
-        wait for, and its stream."""
+        """(unit, stream): one of `uses` (only of the piece's `own` units, if it has any) for which
+        the piece's action has not waited; None if there is none."""
         for unit, one in uses.items():
             late = one.late(clock, write=True) if not own or unit in own else ""
             if late:
@@ -307,8 +308,8 @@ class StateCheck:
         for one in [unit] if unit[0] else list(self.weights):
             if self.reduces and one in self.gradients and one not in self.reduced:
                 return f"updates {one[0]} with gradients that are not reduced"
-            late = self.gradients[one].add(stream, clock, write=True)  # set to zero
-            if stream == COMPUTE:  # an update on the host writes no device weights
+            late = self.gradients[one].add(stream, clock, write=True)  # The update clears them.
+            if stream == COMPUTE:  # An update on the host writes no device weights.
                 late = late or self.weights[one].add(stream, clock, write=True)
             if late:
                 return f"updates {one[0]} while {late} may still use its weights or gradients"

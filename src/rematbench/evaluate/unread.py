@@ -1,5 +1,5 @@
-"""Facts of a stack that nobody has read, and a network that nobody published: a usual value stands
-in for them, and the answer names it."""
+"""Facts of a stack that have no source, and a network that nobody published: usual values stand in
+for them, and the answer names these."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
-from rematbench.evaluate.evaluator import evaluate
 from rematbench.host.console import worded
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
@@ -18,14 +17,14 @@ from rematbench.plan import PlanError
 from rematbench.problem import Problem
 
 OF_A_MODEL = (*Kernels.__struct_fields__, *Loss.__struct_fields__)
-"""Facts that act on a model on one GPU if they act on it at all."""
+"""Facts that, if they act on a model at all, act on it on one GPU too."""
 _answers: dict[bytes, list[str]] = {}
-"""The answers for jobs on one GPU, because many layouts of a model have the same one."""
+"""A cache of answers for jobs on one GPU, which many layouts of a model share."""
 
 
 def unread_facts(problem: Problem) -> dict[str, str]:
-    """The facts of the problem's stack that nobody has read and that change its prediction (of a
-    plan that keeps all activations), each with its reason."""
+    """The facts of the problem's stack that have no source and that change the prediction of a plan
+    that keeps all activations, each with the reason for its value."""
     sources = problem.system.sources
     assumed = [key for key in FACTS if sources.get(key, "").startswith(ASSUMED)]
     if not assumed:
@@ -37,7 +36,7 @@ def unread_facts(problem: Problem) -> dict[str, str]:
 
 
 def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
-    """Those of the facts that act on the model on one GPU, where no experts exchange tokens."""
+    """The facts that act on the model on one GPU, where no experts exchange tokens."""
     layout = Layout(zero_stage=problem.layout.zero_stage, global_batch=2)
     system = with_facts(problem.system, ep_overlap="none", delayed_wgrad=False)
     one = dataclasses.replace(problem, layout=layout, system=system, _memo={}, _weights={})
@@ -49,8 +48,8 @@ def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
 
 
 def unread(problem: Problem) -> str:
-    """The same facts with their values, in one line, and how a network without a source changes
-    the step; empty if there are none."""
+    """The facts of `unread_facts` with their values, and how much a network without a source may
+    change the step, in one line; empty if there are none."""
     values = flat(problem.system)
     facts = [fact_words(key, values[key]) for key in unread_facts(problem)]
     said = f"assumed without a source: {', '.join(facts)}" if facts else ""
@@ -58,12 +57,12 @@ def unread(problem: Problem) -> str:
 
 
 SLOWER = 0.5
-"""The share of a network's rate with which a step is predicted again."""
+"""The share of the assumed network rate with which the step is predicted again."""
 
 
 def _unread_network(problem: Problem) -> str:
-    """The rate of a network that nobody published, and by how much the step (of a plan that keeps
-    all activations) would be longer on a slower one; empty for a job inside a node."""
+    """The assumed rate of a network that nobody published, and by how much the step of a plan that
+    keeps all activations is longer on a slower one; empty for a job inside a node."""
     cluster, gpus = problem.cluster, problem.layout.gpus
     assumed = all(cluster.sources.get(key, "").startswith(ASSUMED) for key in NETWORK)
     if not assumed or gpus <= cluster.domain(gpus):
@@ -71,7 +70,7 @@ def _unread_network(problem: Problem) -> str:
     slower = replace(cluster, nic_bytes_per_s=SLOWER * cluster.nic_bytes_per_s)
     there = dataclasses.replace(problem, cluster=slower, _memo={}, _weights={})
     try:
-        here_s, there_s = (evaluate(one, one.base_plan).step_s for one in (problem, there))
+        here_s, there_s = (one.cost.evaluate(one.base_plan).step_s for one in (problem, there))
     except PlanError:
         return ""
     rate = f"{cluster.node_network_bytes_per_s / 1e9:g} GB/s a node"

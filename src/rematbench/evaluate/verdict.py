@@ -11,10 +11,10 @@ from rematbench.problem import Problem
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Whether a plan fits.  `headroom_bytes` is usable minus needed device bytes on the rank with
-    the least headroom (negative: out of memory).  `binds` names the memory that is short, otherwise
-    "nothing".  `expandable`: the plan would fit with expandable segments, because its allocated
-    bytes do, but not with those of its stack (False: it would not, or this was not examined)."""
+    """Whether a plan fits.  `headroom_bytes`: usable minus needed device bytes on the fullest rank
+    (negative: out of memory).  `binds` names the memory that is short, otherwise "nothing".
+    `expandable`: the plan does not fit with the segments of its stack, but would fit with
+    expandable segments (False: it would not, or this was not examined)."""
 
     fits: bool
     headroom_bytes: int
@@ -52,8 +52,8 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
 
 
 def only_fragmented(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> bool:
-    """Return whether a plan exceeds the device by its allocator's fragmentation alone: the fullest
-    rank's allocated bytes fit, and so do those that expandable segments reserve."""
+    """Return whether a plan exceeds the device only by its allocator's fragmentation: the fullest
+    rank's allocated bytes fit, and so do the bytes that expandable segments reserve."""
     usable, rank = problem.usable_bytes, fullest_rank(evaluation.ranks)
     held = evaluation.ranks[rank]
     if evaluation.pressed is None or not evaluation.reserved_bytes > usable >= held.device_peak:
@@ -74,9 +74,9 @@ def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
 def judged(
     problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int, host_node_bytes: int
 ) -> Verdict:
-    """Return the verdict on device and host memory.  The bytes that the fullest rank reserves are
-    compared with the usable bytes of a device, and a node's pinned bytes with the host memory that
-    the system leaves."""
+    """Return the verdict on device and host memory: whether the bytes that the fullest rank
+    reserves fit the usable bytes of a device, and whether a node's pinned bytes fit the host memory
+    that is free for them."""
     rank = fullest_rank(ranks)
     device = problem.usable_bytes - reserved_bytes
     host = problem.cost.host_room_bytes - host_node_bytes
@@ -94,9 +94,9 @@ def judged(
 
 
 GRAPH_BYTES = {False: 4 * 10**9, True: 10**10}
-"""Bytes that the CUDA graph of an iteration holds on one stage, and in a pipeline: "a few GB", and
-"over 10 GB" (Megatron-Bridge, docs/training/cuda-graphs.md).  No job's bytes are published, so
-the verdict counts none, and cannot say whether a plan with less headroom fits."""
+"""Bytes that the CUDA graph of an iteration takes without (False) and with a pipeline: "a few GB"
+and "over 10 GB" (Megatron-Bridge, docs/training/cuda-graphs.md).  Nobody has published the bytes of
+a job, so no total counts them, and whether a plan with less headroom fits is unknown."""
 
 
 def unknown_bytes(problem: Problem) -> int:
@@ -106,7 +106,7 @@ def unknown_bytes(problem: Problem) -> int:
 
 
 def graphs(problem: Problem) -> str:
-    """What CUDA graphs capture, and the bytes that no total has, in words; empty if nothing."""
+    """What CUDA graphs capture, and the bytes that no total counts; empty without graphs."""
     if not problem.system.kernels.captures:
         return ""
     gb = unknown_bytes(problem) / 1e9

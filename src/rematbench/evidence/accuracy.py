@@ -2,9 +2,8 @@
 
 `config/accuracy.yaml` declares the groups.  A cell is `fitted` (a constant was fitted to its
 speed), `in-sample` (its source shaped a formula), `sibling` (constants were fitted to other cells
-of its source) or `held-out`.  Fitted cells never count as
-predictions.  `validate` scores predicted rows by these groups: errors, a floor, verdicts on
-memory.
+of its source) or `held-out`.  Fitted cells never count as predictions.  `validate` scores predicted
+rows by these groups: errors, the error of a constant MFU, and verdicts on memory.
 """
 
 import datetime
@@ -12,16 +11,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
-import msgspec
 from msgspec import Struct
 
 from rematbench.evidence.decisions import regret, sweeps
 from rematbench.evidence.hosted import is_host_fitted, is_update_fitted, node_file, rate_of
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
-from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.configfile import ConfigError, convert, read_mapping
 from rematbench.inputs.constants import Calibration, FitRule, is_fit
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
@@ -40,11 +39,11 @@ OF_NODES: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Hashable]]] = {
     "host_used_gib": (is_host_fitted, node_file),
     "update_s": (is_update_fitted, rate_of),
 }
-"""Metrics whose constants are fitted node by node: whether one was fitted to a row, and of what it
-is a constant."""
+"""Metrics whose constants are fitted per node, each with two functions of a row: whether the fit
+used the row, and which node or host rate the fitted constant belongs to."""
 # Why: docs/decisions/evidence.md, Are out-of-memory verdicts promised?
 FEWEST_OOMS = 50
-"""Least number of published cells out of memory for a promise of their verdicts."""
+"""Verdicts are promised only if at least so many published cells ran out of memory."""
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,21 +85,17 @@ class Accuracy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def load_accuracy() -> Accuracy:
     """The committed targets.  ConfigError, with the location, for a misspelt key or for a missed
     target without a reason."""
-    path = data_dir("config") / "accuracy.yaml"
-    try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=Accuracy)
-    except msgspec.DecodeError as error:
-        raise ConfigError("config/accuracy.yaml", "", str(error)) from error
+    path, label = data_dir("config") / "accuracy.yaml", "config/accuracy.yaml"
+    found = convert(read_mapping(path, label), Accuracy, label)
     for group in found.groups:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
-                where = f"{group.name}: {name}"
-                raise ConfigError("config/accuracy.yaml", where, "missed, with no reason given")
+                raise ConfigError(label, f"{group.name}: {name}", "missed, with no reason given")
     return found
 
 
 def of_sheet(rows: Iterable[Row], sheet: Sheet) -> list[Row]:
-    """The rows of a sheet; a user's rows, which name none, count as those of runs.csv."""
+    """The rows of a sheet; a user's rows, which name no sheet, count as rows of runs.csv."""
     return [row for row in rows if (row.get("sheet") or RUNS) == sheet]
 
 
@@ -109,14 +104,15 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
     own = of_sheet(rows, group.sheet)
     if group.without_refused:
         own = [row for row in own if row.get("pred_status") not in ("unsupported", "failed")]
-    if group.metric in OF_NODES:  # a host without a name has no constants
+    if group.metric in OF_NODES:  # only nodes with a cluster file have fitted constants
         own = [row for row in own if row["cluster"]]
     return [row for row in own if is_scored(row) and group.rule.matches(row)]
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds;
-    those of a node's host to host bytes and updates of its rows (evidence/hosted.py)."""
+    """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds,
+    except those of a node's host, which are fitted to its host bytes and updates
+    (evidence/hosted.py)."""
     if group.metric in OF_NODES:
         return "fitted" if OF_NODES[group.metric][0](row) else "sibling"
     timed = group.metric in (SPEED, "gain")
@@ -237,7 +233,6 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     floor: float | None
     left_out: float | None
     checks: tuple[Check, ...] = ()
-    note: str = ""
 
     @property
     def cells(self) -> int:
@@ -301,9 +296,9 @@ def validate(
     accuracy: Accuracy,
     left_out: Mapping[str, float] | None = None,
 ) -> Report:
-    """Score predicted rows (columns of their sheets and pred_*) by the groups of `accuracy`; groups
-    of further sheets only if rows of them are there.  `left_out`: mean errors out of source, by
-    group."""
+    """Score predicted rows (columns of their sheets and pred_*) by the groups of `accuracy`.
+    Groups of a sheet other than runs.csv are scored only if `rows` has rows of it.  `left_out`:
+    mean errors out of source, by group."""
     own = {name: of_sheet(rows, name) for name in get_args(Sheet)}
     groups = [
         _group_report(g, own[g.sheet], calibration, left_out or {})
@@ -346,7 +341,6 @@ def _group_report(
         floor=floor,
         left_out=left_out.get(group.name),
         checks=_checks(group, tested, reached["mean"], floor),
-        note=group.note or group.in_sample,
         **reached,
     )
 
@@ -377,26 +371,18 @@ def _checks(
         for name, one in group.promises.items()
     ]
     words += [(name, {"reason": remark}) for name, remark in group.reported.items()]
+    check = partial(Check, group=group.name)
     checks = [
-        Check(group=group.name, statistic=name, value=statistic(name, group.metric, tested), **told)
+        check(statistic=name, value=statistic(name, group.metric, tested), **told)
         for name, told in words
     ]
     missing = _missing(group, tested)
     if missing and not set(group.promises) <= OVER_ROWS.keys():
         none = "cells without a prediction"
-        checks.append(
-            Check(group=group.name, statistic=none, value=missing, target=0.0, accepted=0.0)
-        )
+        checks.append(check(statistic=none, value=missing, target=0.0, accepted=0.0))
     if floor is not None and mean is not None and group.promises:
-        checks.append(
-            Check(
-                group=group.name,
-                statistic="mean below floor",
-                value=mean,
-                target=math.nextafter(floor, 0.0),
-                accepted=math.nextafter(floor, 0.0),
-            )
-        )
+        below = math.nextafter(floor, 0.0)
+        checks.append(check(statistic="mean below floor", value=mean, target=below, accepted=below))
     return tuple(checks)
 
 
@@ -408,7 +394,7 @@ def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> 
     for row in cells:
         try:
             cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
-        except ConfigError:  # a user's row; the row's status has the error
+        except ConfigError:  # a user's row, whose status says what is wrong
             continue
         owners |= {
             f"gpus.{cluster.generation}",

@@ -1,18 +1,17 @@
 """Bands of predicted speeds: their widths are learnt from errors of predictions out of source.
 
-The kind of evidence for a job is the number of its properties that no other source published; the
-properties are the stack, GPU generation, cluster, scale (GPUs), context, shape and mechanisms. The
-half-width of a band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.
-Each row is predicted with constants fitted without its source; every source has weight 1. Kinds
-with fewer than FEWEST_SOURCES sources are pooled with their neighbours, and more properties outside
-never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job outside in a
-property, such as the scale, has at least the same quantile of the rows outside in it. A job on a
-GPU unlike every shipped GPU has at least the same quantile of errors of rows predicted with the
-constants of another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers
-come from config/left_out.csv. A job with experts is a kind by itself, whatever else it is outside
-of: its half-width is the same quantile of the rows of config/left_out_experts.csv. `coverage`
-tests the rows of each source against bands learnt from all other sources. LEVEL is the share of
-rows that a band promises to hold.
+A job is *outside* in a property (stack, GPU generation, cluster, scale in GPUs, context, shape,
+mechanisms) if no other source published a job like it.  The number of properties outside is the
+job's kind of evidence.  The half-width of a band is the LEVEL quantile (80 %) of
+|ln(predicted / published)| over the rows of that kind.  Each row is predicted with constants fitted
+without its source, and every source has weight 1.  Kinds with fewer than FEWEST_SOURCES sources are
+pooled with their neighbours, and more properties outside never give a narrower band (pool adjacent
+violators, Barlow et al. 1972).  Three cases give at least the same quantile over other rows: a job
+outside in a property, over the rows outside in it; a job on a GPU unlike every shipped GPU, over
+rows predicted with the constants of another GPU generation, scaled to the row's FLOP/s and bytes/s;
+and a job with experts, which is a kind by itself, over the rows of config/left_out_experts.csv.
+All other numbers come from config/left_out.csv.  `coverage` tests the rows of each source against
+bands learnt from all other sources.
 """
 
 import math
@@ -42,6 +41,7 @@ from rematbench.evidence.open_causes import widened
 from rematbench.evidence.peaks import fit_of
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.evidence.quantiles import Errors, quantile, source_quantile
+from rematbench.host.table import grouped
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import NOT_TIMED, Problem
 
@@ -50,7 +50,7 @@ FEWEST_SOURCES = 5
 error.  Our choice."""
 
 POOLED = ("all, each source weighs 1", "all, each row weighs 1")
-"""What the sources of a pooled coverage are called."""
+"""The names of the two lines over all sources in the table of bands."""
 
 # -- widths -------------------------------------------------------------------------------------
 
@@ -65,17 +65,16 @@ class Pool(Struct, frozen=True):
 
 
 def _pool(most: int, *parts: Errors) -> Pool:
-    errors: Errors = defaultdict(list)
-    for part in parts:
-        for source, some in part.items():
-            errors[source] += some
-    return Pool(most, dict(errors), quantile(errors))
+    items = (item for part in parts for item in part.items())
+    errors: Errors = grouped((source, error) for source, some in items for error in some)
+    return Pool(most, errors, quantile(errors))
 
 
 class Bands(Struct, frozen=True):
     """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover.
-    `properties`: the half-width of the rows outside in each property, and their sources;
-    `experts`: the errors of rows with experts."""
+    `properties`: by property, the half-width learnt from the rows that are outside in it, and the
+    number of their sources; `devices`, `experts`: errors under another generation's constants, and
+    errors of rows with experts."""
 
     covered: Range
     pools: tuple[Pool, ...]
@@ -93,7 +92,7 @@ class Bands(Struct, frozen=True):
         return Band(half_width=half_width, outside=outside, sources=sources)
 
     def _like(self, job: JobProperties, outside: dict[str, str]) -> tuple[float, int]:
-        """The half-width of jobs of this kind, and its sources."""
+        """The half-width of jobs with these properties outside, and the number of its sources."""
         if job.experts and self.experts:
             return quantile(self.experts), len(self.experts)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
@@ -136,11 +135,8 @@ def with_outside(
 
 def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
     """Absolute errors of ln(speed) of published rows under another generation's constants."""
-    found: Errors = defaultdict(list)
-    for cell in cells:
-        if cell.other_log_error is not None:
-            found[cell.source].append(abs(cell.other_log_error))
-    return dict(found)
+    known = ((cell.source, cell.other_log_error) for cell in cells)
+    return grouped((source, abs(error)) for source, error in known if error is not None)
 
 
 def _apart(narrower: Pool, wider: Pool) -> bool:
@@ -154,10 +150,7 @@ def speed_errors(cells: Iterable[LeftOutCell]) -> Errors:
 
 
 def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
-    found: dict[str, list[LeftOutCell]] = defaultdict(list)
-    for cell in cells:
-        found[cell.source].append(cell)
-    return dict(found)
+    return grouped((cell.source, cell) for cell in cells)
 
 
 # -- ratios -------------------------------------------------------------------------------------
@@ -166,14 +159,9 @@ def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
 def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
     """Absolute errors of ln(speed / other speed) over pairs of published rows of one sweep;
     `one_layout`: only pairs with equal layouts."""
-    groups: dict[tuple[str, ...], list[LeftOutCell]] = defaultdict(list)
-    for cell in cells:
-        groups[cell.layout if one_layout else cell.sweep].append(cell)
-    found: Errors = defaultdict(list)
-    for some in groups.values():
-        for one, other in combinations(some, 2):
-            found[one.source].append(abs(one.log_error - other.log_error))
-    return dict(found)
+    groups = grouped((cell.layout if one_layout else cell.sweep, cell) for cell in cells)
+    pairs = (pair for some in groups.values() for pair in combinations(some, 2))
+    return grouped((one.source, abs(one.log_error - other.log_error)) for one, other in pairs)
 
 
 # -- shipped bands ------------------------------------------------------------------------------
@@ -253,18 +241,12 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
 
 
 def kind_coverage(errors: Errors) -> list[Coverage]:
-    """The coverage of every source's errors of one kind under the band learnt from the others'."""
+    """The coverage of the errors of each source under a band learnt from those of the others."""
     found = []
     for source, own in errors.items():
         width = quantile({key: some for key, some in errors.items() if key != source})
         found.append(_covered(source, own, [width] * len(own)))
     return found
-
-
-def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Coverage]:
-    """The coverage of every source's ratios (its pairs of rows) under the band learnt from the
-    ratios of the other sources."""
-    return kind_coverage(ratio_errors(cells, one_layout=one_layout))
 
 
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
@@ -303,8 +285,8 @@ def inside_shares() -> tuple[float, float]:
 
 
 def with_band(result: Result, family: str = "") -> Result:
-    """A result with the band of its speed and the word for its headroom.  The band is for `family`
-    if given, otherwise for the result's methods, or for keep_all if they change nothing."""
+    """A result with the band of its speed and the word for its headroom.  The band is that of
+    `family`, or by default that of the result's methods (keep_all if they change nothing)."""
     plan, verdict, problem = result.plan, result.verdict, result.problem
     if not family:
         idle = plan is not None and same_plan(plan) == same_plan(result.base)

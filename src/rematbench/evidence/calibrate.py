@@ -9,8 +9,8 @@ import math
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from rematbench.evidence.fit import (
     PRIORS,
     Concerns,
     FitReport,
+    PredictAll,
     StepFit,
     fit,
     fit_rows,
@@ -54,6 +55,7 @@ from rematbench.evidence.published.sheets import (
     printed_bytes,
 )
 from rematbench.evidence.published.words import committed, sheets
+from rematbench.host.table import grouped
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.constants import Calibration, is_fit
 from rematbench.inputs.load import load_cluster, load_system
@@ -65,45 +67,32 @@ seconds of a long step are those of LONG rounds plus, for each further micro-bat
 increase per micro-batch between WARM and LONG rounds."""
 
 
-class StepModel:
-    """Predicted step seconds of FIT rows under trial constants, over `processes` workers."""
+@contextmanager
+def step_model(calibration: Calibration, processes: int = 2) -> Iterator[PredictAll]:
+    """A function that predicts the step seconds of (FIT row, trial constants) pairs in `processes`
+    workers.  All trials of a row go to one worker, which lowers the row once."""
 
-    def __init__(self, calibration: Calibration, processes: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, _start, (calibration,))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def __call__(self, jobs: Sequence[tuple[Row, Calibration]]) -> list[float]:
-        """Predicted step seconds of each (row, constants).  All trials of a row go to one worker,
-        which lowers the row once."""
-        of_row: dict[int, list[int]] = {}
-        for index, (row, _) in enumerate(jobs):
-            of_row.setdefault(id(row), []).append(index)
+    def predict_all(jobs: Sequence[tuple[Row, Calibration]]) -> list[float]:
+        of_row = grouped((id(row), index) for index, (row, _) in enumerate(jobs))
         work = [(dict(jobs[group[0]][0]), [jobs[i][1] for i in group]) for group in of_row.values()]
         found = [0.0] * len(jobs)
-        results = self._pool.map(_trials, work)
-        for group, values in zip(of_row.values(), results, strict=True):
+        for group, values in zip(of_row.values(), pool.map(_trials, work), strict=True):
             for index, value in zip(group, values, strict=True):
                 found[index] = value
         return found
+
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start, (calibration,)) as pool:
+        yield predict_all
 
 
 # -- a worker ---------------------------------------------------------------------------------
 
 
 class _Lowered(msgspec.Struct, frozen=True):
-    """A lowered row: (case, program) for one or two numbers of micro-batches.  `beyond`: the
-    micro-batches beyond the larger number, in units of the difference of the two numbers."""
+    """A lowered row: (case, program) for one or for two numbers of micro-batches.  `beyond`: how
+    many micro-batches the row has beyond the larger number, divided by the difference of the two
+    numbers."""
 
     parts: tuple[tuple[PublishedCase, Program], ...]
     beyond: float
@@ -127,8 +116,8 @@ def _trials(work: tuple[Row, list[Calibration]]) -> list[float]:
 
 
 def _lowered(case: PublishedCase, calibration: Calibration) -> _Lowered:
-    """A row planned with the starting constants, and lowered: the whole step, or, for a long step
-    without interleaving, steps of WARM and of LONG rounds.  ValueError where it has no plan."""
+    """A row planned with the starting constants and lowered: the whole step, or, for a long step
+    without interleaving, steps of WARM and of LONG rounds.  ValueError if it has no plan."""
     problem = case.problem(calibration)
     outcome = run_case(case, problem, discover())
     if outcome.plan is None:
@@ -189,12 +178,13 @@ def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
 
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
     """The constants fitted to the FIT rows, from `start`.  The rows are planned with `start`."""
-    with StepModel(start, processes) as model:
+    with step_model(start, processes) as model:
         return fit(rows, start, model, concerns(start))
 
 
 def concerns(calibration: Calibration) -> Concerns:
-    """The constants that concern a row: constants of its GPU generation, network and stack."""
+    """A function that says whether a constant belongs to a row's GPU generation, network or stack,
+    so that a fit may change the row by it."""
 
     def concerned(name: str, row: Row) -> bool:
         cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
@@ -253,10 +243,10 @@ def leave_one_out(
 
 
 def _sloped(work: tuple[dict[str, Any], Calibration, Calibration]) -> dict[str, Any]:
-    """A predicted row, with its tangents and its speed on the other generation where it has a
-    speed.  The tangents are taken under the constants that predicted the row, because other
-    constants can have another critical path; the other generation's are the shipped ones, which saw
-    no row of this generation."""
+    """A predicted row; if it has a speed, with its tangents and its speed on the other generation.
+    The tangents are taken under the constants that predicted the row, because other constants can
+    have another critical path; the other generation's are the shipped ones, which saw no row of
+    this generation."""
     row, constants, shipped = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row
@@ -293,7 +283,7 @@ def left_out_rows(
     The programs and the slopes of the step model are computed once, with `calibration`; the errors
     of every trial are simulated.
     """
-    with StepModel(calibration, processes) as model:
+    with step_model(calibration, processes) as model:
         fitted = fit_rows(rows, calibration.fit)
         step_fit = StepFit(fitted, calibration, model, concerns(calibration))
         slopes = step_fit.slopes(calibration)
@@ -311,9 +301,9 @@ def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, flo
 
 
 NO_BYTES = ("offloaded_states.csv",)
-"""Sheets whose rows do not say what holds a part of their bytes."""
+"""Sheets whose sources do not explain a part of the bytes that they print."""
 TWICE = "fms-acceleration, full"
-"""A source of runs_more.csv whose rows stand in adapters.csv too."""
+"""A source of runs_more.csv whose rows are also in adapters.csv."""
 PREDICTED: dict[Quantity, str] = {
     "allocated": f"pred_{PEAK}",
     "reserved": "pred_reserved_bytes",

@@ -156,7 +156,7 @@ def formula_share(row: Row, registry: Registry) -> float | None:
 
 
 COMPARED = ("regret", "left_out", "floor")
-"""Scores of a decision that stand side by side."""
+"""The scores of a decision that are compared with each other, so over the same sweeps."""
 
 
 def mean_lines(judged: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:

@@ -1,5 +1,6 @@
-"""The pace of a mixture of experts' launches, fitted to its declared rows, and the errors of
-published rows with experts that are predicted without their source.
+"""The pace at which the host issues the launches of a mixture of experts (seconds of a launch over
+those of a dense layer), fitted to its declared rows, and the errors of published rows with experts
+that are predicted without their source.
 
 config/calibration.yaml declares whole sources (`fit_experts`).  A row of one of them is predicted
 with the pace fitted to the others, every other row with the shipped pace
@@ -17,11 +18,12 @@ from rematbench.evidence.job_evidence import log_error
 from rematbench.evidence.predict import joined
 from rematbench.evidence.published.sheets import SPEED, Cell
 from rematbench.evidence.quantiles import Errors
+from rematbench.host.table import grouped
 from rematbench.inputs.constants import Calibration, FitRule, is_fit
 
 SHEETS = ("moe.csv", "moe_more.csv")
 MOST = 16.0
-"""The largest pace that a fit tries; the smallest is that of a dense layer."""
+"""The largest pace that a fit tries; the smallest is 1, the pace of a dense layer."""
 CLOSE = 0.01
 """Precision of a fitted pace, in its logarithm."""
 
@@ -39,10 +41,8 @@ def predicted(calibration: Calibration, processes: int = 2) -> list[dict[str, An
 
 def mean_error(rows: Iterable[dict[str, Any]], rules: Sequence[FitRule]) -> float:
     """The mean of the absolute log errors of declared rows; each source has weight 1."""
-    errors: Errors = {}
-    for row in rows:
-        if is_fit(row, rules):
-            errors.setdefault(row["source"], []).append(abs(log_error(row) or 0.0))
+    declared = (row for row in rows if is_fit(row, rules))
+    errors: Errors = grouped((row["source"], abs(log_error(row) or 0.0)) for row in declared)
     return fmean(fmean(own) for own in errors.values())
 
 

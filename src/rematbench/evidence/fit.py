@@ -13,6 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.evidence.published.sheets import Row
+from rematbench.host.table import grouped
 from rematbench.inputs.constants import Calibration, FitRule, is_fit
 
 Concerns: TypeAlias = Callable[[str, Row], bool]
@@ -107,26 +108,19 @@ def row_weights(rows: Sequence[Row]) -> Logs:
     return np.array([counts[key] ** -0.25 for key in keys])
 
 
-def all_concern(name: str, row: Row) -> bool:
-    """Assume that any constant may affect any row."""
-    del name, row
-    return True
-
-
 def fit(
     rows: Iterable[Row],
     calibration: Calibration,
     predict_all: PredictAll,
-    concerns: Concerns = all_concern,
+    concerns: Concerns,
 ) -> FitReport:
     """Fit by robust least squares on log step seconds over the FIT rows, with log-normal priors,
     from the calibration's present values."""
     step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, predict_all, concerns)
     every = range(len(step_fit.rows))
     fitted = step_fit.solved(calibration, every)
-    errors: dict[str, list[float]] = {}
-    for row, error in zip(step_fit.rows, step_fit.log_errors(fitted, every), strict=True):
-        errors.setdefault(row["source"], []).append(float(error))
+    logs = zip(step_fit.rows, step_fit.log_errors(fitted, every), strict=True)
+    errors: dict[str, list[float]] = grouped((row["source"], float(log)) for row, log in logs)
     return FitReport(
         calibration=fitted, rows=len(every), constants=len(step_fit.names), errors=errors
     )

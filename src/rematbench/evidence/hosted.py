@@ -31,7 +31,7 @@ SERIAL, INTERLEAVED = "one after another", "interleaved"
 """Tables of the sheet: whether pieces follow one another, or are interleaved with visits to the
 device (Deep Optimizer States)."""
 AT_ONCE = 1e21
-"""A host rate at which an update takes no time."""
+"""A host rate (parameters/s) so high that an update takes no time."""
 
 
 class HostKind(NamedTuple):
@@ -58,8 +58,8 @@ class Phases(NamedTuple):
 @cache
 def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
     """The rows of named nodes, each with its case."""
-    rows = [row for row in committed(HOSTED) if row["cluster"]]
-    return tuple((row, read_case(row, discover())) for row in rows)
+    registry = discover()
+    return tuple((row, read_case(row, registry)) for row in committed(HOSTED) if row["cluster"])
 
 
 def kind_of(case: PublishedCase) -> HostKind:
@@ -84,7 +84,7 @@ def node_file(row: Row) -> str:
 
 
 def rate_of(row: Row) -> HostKind:
-    """The kind of node whose rate a row's update depends on."""
+    """The kind of node whose host rate predicts a row's update."""
     return kind_of(read_case(row, discover()))
 
 
@@ -147,8 +147,9 @@ def update_s(case: PublishedCase) -> float:
 
 @cache
 def fitted_rates() -> dict[HostKind, float]:
-    """Parameters/s that the ranks of each kind of node update: the median over its fitted rows of
-    what is left without casts, copies and resident pieces."""
+    """Parameters/s that the ranks of each kind of node update: the median over its fitted rows.
+    The seconds of casts, copies and resident pieces are subtracted from a published update
+    first."""
     found: dict[HostKind, list[float]] = defaultdict(list)
     for row, case in hosted_cases():
         if is_update_fitted(row):
@@ -159,8 +160,8 @@ def fitted_rates() -> dict[HostKind, float]:
 
 
 def phases(problem: Problem, plan: Plan) -> Phases:
-    """The simulated phases of a plan without a pipeline.  A phase ends where compute ends the last
-    of its actions, so what a phase waits for counts as a part of it."""
+    """The simulated phases of a plan without a pipeline.  A phase ends when its last action on the
+    compute stream ends, so its waits count as parts of it."""
     program = lower(plan, problem)
     simulation = simulate(program, action_seconds(problem, program), record=True)
     ends: dict[tuple[str, int], float] = {}

@@ -35,6 +35,7 @@ from rematbench.evidence.published.sheets import (
 )
 from rematbench.evidence.quantiles import Errors
 from rematbench.host.declared import flat
+from rematbench.host.table import grouped
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
@@ -100,10 +101,8 @@ def out_of_source() -> tuple[Cell, ...]:
 def expert_errors() -> Errors:
     """Absolute errors of ln(speed) of the rows with experts in config/left_out_experts.csv, by
     source."""
-    found: Errors = defaultdict(list)
-    for line in read_sheet(data_dir("config") / EXPERTS, ("source", SPEED, f"pred_{SPEED}")):
-        found[line["source"]].append(abs(log_error(line) or 0.0))
-    return dict(found)
+    lines = read_sheet(data_dir("config") / EXPERTS, ("source", SPEED, f"pred_{SPEED}"))
+    return grouped((line["source"], abs(log_error(line) or 0.0)) for line in lines)
 
 
 def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
@@ -127,11 +126,8 @@ def log_error(row: Row, key: str = SPEED, predicted: str = "") -> float | None:
 
 def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
     """Mean absolute speed error of each source in lines of left_out.csv."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        error = log_error(row)
-        if error is not None:
-            found[row["source"]].append(abs(math.expm1(error)))
+    known = ((row["source"], error) for row in rows if (error := log_error(row)) is not None)
+    found = grouped((source, abs(math.expm1(error))) for source, error in known)
     return {source: fmean(errors) for source, errors in found.items()}
 
 
@@ -139,32 +135,33 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 
 
 class JobProperties(Struct, frozen=True, kw_only=True):
-    """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
-    shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
-    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `precision` one of more than 16 bits, or a recipe ("": 16 bits); `packing` has
-    words on packed documents ("": none are packed, as in published rows); `experts`: whether the
-    model has them."""
+    """The properties of a job.  An empty text means that the job is like published rows."""
 
     stack: str
+    """The shipped stack with the same facts (empty: no shipped stack has them)."""
     generation: str
     cluster: str = ""
+    """The differences from the nearest shipped cluster, in words."""
     gpus: int
     seq_len: int
     methods: frozenset[str]
+    """The mechanisms of the composed method."""
     packing: str = ""
+    """Words on packed documents."""
     device: str = ""
+    """The GPU in words, if no shipped GPU is like it."""
     shape: str = ""
+    """The head dimension in words, if its rows are not aligned."""
     precision: str = ""
+    """A precision of more than 16 bits, or a recipe."""
     experts: bool = False
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `other_log_error` the same error under the constants of another GPU generation (None: a
-    kernel of the row has no rates there).  `sweep` is equal for rows of one job on one stack with
-    the same options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
+    speed; `other_log_error` is the same error under the constants of another GPU generation (None:
+    that generation has no rates for a kernel of the row).  Rows of one job on one stack with the
+    same options have equal `sweep`; those with equal degrees and ZeRO stage, equal `layout` too."""
 
     source: str
     job: JobProperties
@@ -291,7 +288,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
 
 
 def unlike_precision(problem: Problem) -> str:
-    """A precision of more than 16 bits, or a recipe; otherwise "", as in the rows of bands."""
+    """A precision of more than 16 bits, or a recipe; otherwise "", as in the published rows."""
     work = problem.workload
     if work.recipe != "none":
         return work.recipe

@@ -1,8 +1,8 @@
-"""Bands of jobs whose error has no known cause: wider by what was published about them.
+"""Wider bands for jobs whose published error has no known cause, and for GPUs without rates.
 
-States that are sharded and exchanged between nodes in every pass: no cause explains why few
-micro-batches a step are slow under DeepSpeed's ZeRO 3.  The gap goes with steps, not with tokens or
-gathers, so its share of a step falls with the number of micro-batches.
+The one open cause: under DeepSpeed's ZeRO 3, which exchanges sharded states between nodes in every
+pass, published steps of few micro-batches are slower than predicted.  The gap is a constant per
+step and does not grow with tokens or gathers, so its share falls with the number of micro-batches.
 """
 
 import math
@@ -28,15 +28,15 @@ CHECKED = frozenset({"fms-fsdp"})
 """Stacks without rows in the published sheets whose other published speeds of ZeRO 3 and HSDP over
 nodes are within 7 % of the prediction (tests/evidence/test_open_causes.py has them)."""
 ROOFLINE = 0.5
-"""The half-width of a GPU by its data sheet alone, as a logarithm: kernels of another family or of
-another maker.  No row tells how far they are from the shares that are assumed.  Ours."""
+"""The half-width, a logarithm, for a GPU that is known by its data sheet alone.  Its kernels reach
+assumed shares of the peaks, and no row says how wrong these are.  Our choice."""
 NODE = 8
 """GPUs of a node in the published rows."""
 
 
 def widened(band: Band, problem: Problem) -> Band:
-    """The band of a job, at least as wide as the open cause that applies to it, or as a GPU by its
-    data sheet has it; of a stack that its user calibrated, the band itself."""
+    """The band of a job, widened to ROOFLINE for a GPU that is known by its data sheet alone, or to
+    the open cause if it applies.  A stack that its user calibrated has no open cause."""
     if problem.cluster.roofline and band.half_width < ROOFLINE:
         return Band(half_width=ROOFLINE, outside=band.outside, sources=0, other_generation=True)
     what = _exchange(problem) if not problem.system.scales.half_width else ""
@@ -50,7 +50,7 @@ def widened(band: Band, problem: Problem) -> Band:
 
 
 def _exchange(problem: Problem) -> str:
-    """The exchange of states between nodes to which an open cause applies, in words; "" if none."""
+    """The exchange of states between nodes whose cost has an open cause, in words; "" if none."""
     lay: Layout = problem.layout
     stack = published_stack(problem)
     if stack in CHECKED:

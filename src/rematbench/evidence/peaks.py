@@ -21,13 +21,7 @@ from typing import get_args
 
 from rematbench.evaluate.result import Fit
 from rematbench.evaluate.verdict import unknown_bytes
-from rematbench.evidence.job_evidence import (
-    BYTES,
-    PEAK,
-    log_error,
-    out_of_source,
-    published_stack,
-)
+from rematbench.evidence.job_evidence import BYTES, PEAK, log_error, out_of_source, published_stack
 from rematbench.evidence.published.row_cases import stack_of
 from rematbench.evidence.published.sheets import PeakKind, Quantity, Row, read_sheet
 from rematbench.evidence.quantiles import Errors, quantile
@@ -36,7 +30,7 @@ from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
 
 ABOUT: PeakKind = "device"
-"""The quantity that verdicts are about."""
+"""The quantity of bytes that decides a verdict."""
 MOST_MISS = 0.10
 """Largest share by which published device totals of a stack may exceed the predicted ones; beyond
 it a device total is not shown as a prediction."""
@@ -49,7 +43,7 @@ def trained_by(whole: bool) -> str:
 
 @cache
 def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
-    """The lines of config/left_out_bytes.csv of jobs with this word of `trained_by`."""
+    """The lines of config/left_out_bytes.csv of jobs that train this (a word of `trained_by`)."""
     needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
     lines = read_sheet(data_dir("config") / BYTES, needed)
     return tuple(line for line in lines if line["trains"] == trains)
@@ -85,8 +79,9 @@ def margin(quantity: PeakKind = ABOUT, trains: str = trained_by(whole=True)) -> 
 
 
 def of_sources(lines: Iterable[Row]) -> list[str]:
-    """A line for each quantity and source of jobs that train alike: rows, the median of their
-    absolute errors, and the share inside the margin that the other sources give."""
+    """A line for each quantity and source, apart for jobs that train all weights and for adapters:
+    the number of rows, their median absolute error, and the share inside the margin that the other
+    sources give."""
     lines, found = tuple(lines), []
     for trains, quantity in product(sorted({one["trains"] for one in lines}), get_args(Quantity)):
         alike = [line for line in lines if line["trains"] == trains]
@@ -154,7 +149,7 @@ again."""
 
 
 def left_free() -> str:
-    """RESERVE in words."""
+    """RESERVE as a percentage of the predicted device total, in words."""
     return f"{100 * math.expm1(RESERVE):.1f} %"
 
 

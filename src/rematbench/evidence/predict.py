@@ -91,7 +91,7 @@ def _read(row: Row, registry: Registry) -> PublishedCase | Cells:
         return read_case(row, registry)
     except RowError as error:
         return _nothing(error.status, str(error))
-    except Exception as error:  # a bad row never brings the sheet down
+    except Exception as error:  # one bad row must not stop the sheet
         return _nothing("failed", f"{type(error).__name__}: {error}")
 
 
@@ -100,7 +100,7 @@ MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
 
 
 def _speed(row: Row, case: PublishedCase) -> Cells:
-    """Tokens/s per GPU that follow from a row's TFLOP/s; empty where it prints them, or does not
+    """Tokens/s per GPU computed from a row's TFLOP/s; empty if the row prints tokens/s, or does not
     print the dispatcher on which they depend."""
     counted = text(row, "tflops_convention").startswith(MEGATRON_FLOP)
     flop_per_s = float(text(row, "tflops_per_gpu_as_published") or 0) * 1e12
@@ -160,7 +160,7 @@ def predict_case(
             result = with_host_rates(result, result.family)
     except RowError as error:
         return _nothing(error.status, str(error))
-    except Exception as error:  # a bad row never brings the sheet down
+    except Exception as error:  # one bad row must not stop the sheet
         return _nothing("failed", f"{type(error).__name__}: {error}")
     return _columns(result, case)
 
@@ -192,7 +192,7 @@ def _columns(result: Result, case: PublishedCase) -> Cells:
     reason = "; ".join(text for text in (result.reason, case.assumed, unread(problem)) if text)
     if evaluation is None or plan is None:
         return _nothing(result.status, reason)
-    row = result.row()
+    row = result.quick_row()
     cells = {f"pred_{key}": row[key] for key in PICKED} | {
         "pred_reason": reason,
         "pred_peak_device_bytes": peak_bytes(result, case.peak_kind, case.peak_rank),

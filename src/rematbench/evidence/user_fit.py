@@ -11,12 +11,11 @@ spreads are the prior spreads of the same kinds of constants in a refit (evidenc
 noise is learnt from published stacks, each of the same weight, by expectation maximisation.
 
 The value of a calibration is measured on published stacks: for every (source, stack, cluster) with
-LEAST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate predictions out of source, with
+FEWEST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate predictions out of source, with
 a prior from the other sources.  Errors are measured on the rows that were not drawn.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from statistics import median
@@ -33,6 +32,7 @@ from rematbench.evidence.job_evidence import LATE_STEP, log_error, out_of_source
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.evidence.quantiles import quantile, source_quantile
+from rematbench.host.table import grouped
 from rematbench.plugins.discover import discover
 
 Array: TypeAlias = NDArray[np.float64]
@@ -101,7 +101,8 @@ def measured(rows: Sequence[Row]) -> MeasuredRows:
 
 
 def solved(rows: MeasuredRows, prior: ScalePrior) -> tuple[Array, Array]:
-    """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
+    """The maximum a posteriori (MAP) log scales, shape (scales,), and their covariance: those of
+    the likeliest iterate."""
     met: list[tuple[Array, Array]] = []
     for start in (np.zeros_like(LATE), LATE):
         theta, before = start, None
@@ -154,12 +155,7 @@ def leave_one_out_errors(rows: MeasuredRows, prior: ScalePrior) -> list[float]:
     """The log error of each row under the scales fitted to the other rows (there are two rows or
     more)."""
     count = len(rows.errors)
-    found = []
-    for index in range(count):
-        others = rows.some([i for i in range(count) if i != index])
-        theta, _ = solved(others, prior)
-        found.append(float(rows.some([index]).left(theta)[0]))
-    return found
+    return [float(_calibrated(rows, prior, _rest(count, [at]))[0]) for at in range(count)]
 
 
 # -- suspect and refused rows ----------------------------------------------------------------------
@@ -231,7 +227,7 @@ DRAWS = 20
 FEWEST_ROWS = 10
 SEED = 24
 WIDEST = 10.0
-"""Largest half-width that a stack file holds (`spec.system.Scales`)."""
+"""Largest half-width that a stack file holds (`inputs.system.Scales`)."""
 
 
 class Calibrated(Struct, frozen=True, kw_only=True):
@@ -254,11 +250,9 @@ class Calibrated(Struct, frozen=True, kw_only=True):
 def stacks() -> dict[tuple[str, str, str], list[Row]]:
     """The committed rows, predicted without their source, that have a speed and slopes, by
     (source, stack, cluster)."""
-    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in out_of_source():
-        if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:
-            found[row["source"], row["system"], row["cluster"]].append(row)
-    return dict(found)
+    timed = (row for row in out_of_source() if log_error(row) is not None)
+    sloped = (row for row in timed if number(row, slope_column(SCALES[0])) is not None)
+    return grouped(((row["source"], row["system"], row["cluster"]), row) for row in sloped)
 
 
 @cache
@@ -269,7 +263,7 @@ def prior(without: str = "") -> ScalePrior:
 
 @cache
 def calibrated() -> tuple[Calibrated, ...]:
-    """The errors of all stacks with LEAST_ROWS rows or more."""
+    """The errors of all stacks with FEWEST_ROWS rows or more."""
     found = []
     for (source, system, cluster), rows in stacks().items():
         if len(rows) < FEWEST_ROWS:
@@ -296,7 +290,7 @@ def calibrated() -> tuple[Calibrated, ...]:
 
 def band_after(count: int) -> float:
     """80 % quantile of |log error| after a calibration on `count` rows (rounded down to a number of
-    COUNTS), over the stacks with LEAST_ROWS rows or more, each of weight 1."""
+    COUNTS), over the stacks with FEWEST_ROWS rows or more, each of weight 1."""
     known = max(k for k in COUNTS if k <= count)
     errors: dict[str, list[float]] = {}
     for key, rows in stacks().items():

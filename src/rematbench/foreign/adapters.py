@@ -29,12 +29,12 @@ EVERY = {"all", "all-linear", "all_linear"}
 PATHS = dict.fromkeys(("q", "k", "v", "o"), "self_attn") | dict.fromkeys(
     ("gate", "up", "down"), "mlp"
 )
-"""The module of a layer before each linear."""
+"""The module of a layer that holds each linear."""
 LINEARS = {f"{name}_proj": name for name in PATHS}
 LINEARS |= {"qkv_proj": "q,k,v", "gate_up_proj": "gate,up", "linear_qkv": "q,k,v"}
 LINEARS |= {"linear_proj": "o", "linear_fc1": "gate,up", "linear_fc2": "down"}
 LAYERS = range(100)
-"""Layers: a pattern names all of them or none."""
+"""Layers with which a pattern of targets is tried: it must name all of them or none."""
 PARTS = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norms"}
 USUAL: dict[str, dict[str, Any]] = {
     "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
@@ -43,7 +43,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "Megatron": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
     "axolotl": {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": True},
 }
-"""Defaults of trainers (Megatron: of ms-swift's); of others PEFT's."""
+"""Defaults by trainer (Megatron's are those of ms-swift); other trainers have PEFT's."""
 PEFT = {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": False}
 
 
@@ -71,9 +71,9 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
-    """The precision of adapters.  PEFT makes them fp32, which a trainer's autocast computes in 16
-    bits (ms-swift always has it: `_init_mixed_precision`); DeepSpeed and Megatron narrow them, and
-    so does TRL beside quantised weights (trainer/sft_trainer.py)."""
+    """Set the precision of adapters.  PEFT makes them fp32, and a trainer with autocast computes
+    with them in 16 bits (ms-swift always has it: `_init_mixed_precision`).  DeepSpeed and Megatron
+    convert them to 16 bits, and so does TRL beside quantised weights (trainer/sft_trainer.py)."""
     narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
     narrow = narrow or str(data.get("lora_dtype")) in ("bfloat16", "float16", "bf16", "fp16")
     if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
@@ -86,8 +86,8 @@ def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
 
 
 def read_peft(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of PEFT's adapter_config.json, beside the file of a trainer.  ConfigError for a
-    wrong number."""
+    """Read PEFT's adapter_config.json, which may stand beside a trainer's file, into a Reading.
+    ConfigError for a wrong number."""
     reading = Reading(file=file, package="PEFT")
     read_keys(reading, data, "peft")
     kind = str(data["peft_type"])
@@ -102,12 +102,12 @@ def read_peft(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def _first(data: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first of some keys that is given and not off."""
+    """The first of `names` that is given and not off; empty if there is none."""
     return next((name for name in names if not is_off(data.get(name))), "")
 
 
 def _adapts(reading: Reading, data: Mapping[str, Any]) -> bool:
-    """Whether low-rank adapters train; other ways to train a part are refused."""
+    """Whether low-rank adapters train.  Other ways to train a part of the model are refused."""
     words = {key: str(data[key]).lower() for key in TUNERS if not is_off(data.get(key))}
     for key, word in words.items():
         if word not in ("full", "lora", "qlora"):
@@ -122,7 +122,7 @@ def _adapts(reading: Reading, data: Mapping[str, Any]) -> bool:
 
 
 def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
-    """The adapted linears, by the names of their modules."""
+    """Set the linears that have adapters, from the names of their modules."""
     key = _first(data, TARGETS)
     given = data.get(key, []) if key else []
     if not isinstance(given, list):
@@ -134,7 +134,9 @@ def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
     if not words:
         if usual != "all":
             reading.put("lora_targets", usual, "lora_target_modules")
-            reading.notes.append(f"no target modules: {usual}, PEFT's for Llama, are assumed")
+            reading.notes.append(
+                f"no target modules are given: {usual}, PEFT's default for Llama, is assumed"
+            )
         return
     unknown = [word for word in words if not _named(word)]
     if unknown:
@@ -164,7 +166,7 @@ def _named(word: str) -> list[str]:
 
 
 def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
-    """The modules that train whole beside the adapters."""
+    """Set the modules whose own weights train beside the adapters."""
     key = _first(data, SAVED)
     given = data.get(key, []) if key else []
     words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
@@ -176,7 +178,7 @@ def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def _base(data: Mapping[str, Any]) -> str:
-    """The key that says that weights are quantised; empty if none does."""
+    """The key that turns quantised weights on; empty if there is none."""
     tuned = next((key for key in TUNERS if str(data.get(key)).lower() == "qlora"), "")
     return _first(data, (*FOUR_BITS, *BITS, "load_in_8bit", "gptq")) or tuned
 
@@ -185,7 +187,7 @@ def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -
     """The format of the quantised weights."""
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
-    if method not in ("bnb", "gptq", "awq") and key in BITS:
+    if method not in ("bnb", "bitsandbytes", "gptq", "awq") and key in BITS:
         why = "has no backward (--base-dtype marlin)" if method == "marlin" else "is not modelled"
         reading.refused.append(f"{_first(data, METHODS)}: {method} {why}")
     if eight or method in ("gptq", "awq") or key == "gptq":

@@ -30,12 +30,12 @@ PROGRAMS: dict[tuple[str, str], str] = {
 }
 TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
 TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
-"""Words in names of programs that train something else than one model with one loss."""
+"""Words in names of programs that do not train one model with one loss."""
 MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
 NAMES = {"include", "exclude", "module", "hostfile", "local_rank", "standalone"}
-"""Options that the launcher reads."""
+"""Options of the launcher, which the trainer does not see."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
 PLUGIN |= {"offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"}
@@ -65,7 +65,7 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
 
 
 def read_command(script: Script, words: list[str], package: str) -> Reading:
-    """The reading of a trainer's command.  ConfigError for a wrong value."""
+    """Read a trainer's command into a Reading.  ConfigError for a wrong value."""
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
     package, data = _with_file(script, words, package, _data(words, options))
@@ -78,7 +78,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
     _device_map(reading, script, words)
-    if micro is not None:  # verl's number for all ranks
+    if micro is not None:  # verl counts all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
     if not is_off(plugin.get("use_deepspeed")) or plugin.keys() - {"use_deepspeed"}:
@@ -92,7 +92,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
 
 
 def _data(words: list[str], options: Options) -> dict[str, Any]:
-    """The values of a command by the names of Transformers, and what it trains."""
+    """The values of a command under the names of Transformers, with the task as its `stage`."""
     known = NAMES | declared("launchers").names.keys()
     data = {name: _value(values) for name, values in options.items() if name not in known}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
@@ -121,7 +121,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
 
 
 def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """OpenRLHF's options by the names of Transformers and accelerate."""
+    """OpenRLHF's options under the names of Transformers and accelerate."""
     names = declared("openrlhf").names
     data = {names.get(name, name): value for name, value in data.items()}
     data["use_deepspeed"] = True
@@ -137,14 +137,14 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 def _verl(words: list[str]) -> dict[str, Any]:
-    """The options of verl, `data.max_length=1024`, by the names of Transformers."""
+    """The options of verl (`data.max_length=1024`) under the names of Transformers."""
     pairs = [word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[\w.@/]+=", word)]
     verl = declared("verl")
     data = {verl.names.get(name, name): _value([value]) for name, value in pairs}
     sft = any("sft_trainer" in word for word in words)
     data = {**verl.defaults, **data, "stage": "sft" if sft else "rl"}
     by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)
-    if not is_off(by_tokens):  # the default of verl 0.9
+    if not is_off(by_tokens):  # verl 0.9 does so by default
         tokens = int(data.get("data.max_token_len_per_gpu", 8192))
         data["per_device_train_batch_size"] = max(1, tokens // int(data["max_length"]))
     return data
@@ -153,8 +153,8 @@ def _verl(words: list[str]) -> dict[str, Any]:
 def _with_file(
     script: Script, words: list[str], package: str, data: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The options together with those of the YAML file that the command names (`trl sft --config
-    x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
+    """The options of a command and of the YAML file that it names (`trl sft --config x.yaml`,
+    `llamafactory-cli train x.yaml lr=1`).  The command's value of a key replaces the file's."""
     start = next((index for index, word in enumerate(words) if word.endswith(FILES)), len(words))
     pairs = (word.split("=", 1) for word in words[start:] if re.match(r"\w+=", word))
     data |= {name: _value([value]) for name, value in pairs}
@@ -166,7 +166,7 @@ def _with_file(
 
 
 def _content(script: Script, words: list[str]) -> dict[str, Any]:
-    """The content of the trainer's YAML that a command names, if it is beside the script."""
+    """The content of the trainer's YAML file that a command names; empty if it is not found."""
     for word in words:
         path = named_file(script.file, word)
         if word.endswith(FILES) and path.is_file():
@@ -177,7 +177,7 @@ def _content(script: Script, words: list[str]) -> dict[str, Any]:
 
 
 def _value(values: list[str]) -> Any:
-    """The first value of an option: words after it can be the program that a launcher starts."""
+    """The first value of an option; further words may be the program that a launcher starts."""
     if not values:
         return True
     return (
@@ -188,7 +188,8 @@ def _value(values: list[str]) -> Any:
 
 
 def read_launcher(reading: Reading, script: Script, options: Options) -> None:
-    """Set GPUs and nodes: of the environment, of Slurm's headers, of the launcher's options."""
+    """Set GPUs and nodes from the environment, and from Slurm's headers and the launcher's
+    options."""
     for name, value in ENVIRONMENT.items():
         text = " ".join(script.variables.get(name, []))
         if text.isdigit():
@@ -198,15 +199,15 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         if text.isdigit() and int(text):
             reading.put(value, int(text), f"--{option}")
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
-    devices = first_value(options, "include", devices).rpartition(":")[2]  # localhost:0,1
+    devices = first_value(options, "include", devices).rpartition(":")[2]  # as in localhost:0,1
     count = len([one for one in devices.split(",") if one.isdigit()])
     if count and not {"gpus", "gpus_per_node"} & reading.values.keys():
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
 
 
 def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
-    """Refuse several devices for a process: ms-swift's command then spreads the layers over all
-    visible devices (swift/utils/torch_utils.py, get_device_map)."""
+    """Refuse more visible devices than processes: ms-swift's command then spreads the layers over
+    all of them (swift/utils/torch_utils.py, get_device_map)."""
     visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
     processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
     own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()

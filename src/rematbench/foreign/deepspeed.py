@@ -12,15 +12,17 @@ SIZES = {
     "stage3_max_live_parameters": "live_elements",
     "sub_group_size": "sub_group_parameters",
 }
-"""Numbers of parameters by the fact of the stack that they are."""
+"""Keys with a number of parameters, each with the stack's fact that it sets."""
 NVME = "states on NVMe are not modelled"
 STAGES = (0, 1, 2, 3)
 
 
 def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of a DeepSpeed configuration.  ConfigError for a wrong value."""
+    """Read a DeepSpeed configuration into a Reading.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="DeepSpeed", system="huggingface-deepspeed")
-    read_keys(reading, {key: data[key] for key in data if key[:1] != "_"}, "deepspeed")  # comments
+    read_keys(
+        reading, {key: data[key] for key in data if key[:1] != "_"}, "deepspeed"
+    )  # _ begins comments
     for word, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         section = data.get(word)
         if section is not None:
@@ -41,8 +43,8 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
-    """Read a section `zero_optimization`: the stage, the memory that holds the states, overlap and
-    buckets."""
+    """Read a section `zero_optimization`: the stage, where the states are (device or host), overlap
+    and buckets."""
     if not isinstance(zero, Mapping):
         raise ConfigError(reading.file, prefix.rstrip("."), "expected a section with a stage")
     stage = zero.get("stage", 0)
@@ -50,10 +52,8 @@ def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
         raise ConfigError(reading.file, f"{prefix}stage", f"{stage!r} (allowed: 0, 1, 2, 3)")
     reading.put("zero_stage", stage, f"{prefix}stage")
     _homes(reading, zero, prefix)
-    for key, fact in (
-        ("overlap_comm", "reduce_overlap"),
-        ("contiguous_gradients", "whole_buckets"),
-    ):
+    switches = {"overlap_comm": "reduce_overlap", "contiguous_gradients": "whole_buckets"}
+    for key, fact in switches.items():
         if zero.get(key, AUTO) != AUTO:
             reading.facts[fact] = switch(zero[key], reading.file, prefix + key)
     if zero.get("reduce_bucket_size", AUTO) != AUTO:
@@ -89,5 +89,5 @@ def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
             else:
                 reading.put(name, "host", f"{prefix}{key}.device")
     for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_params", "parameters")):
-        if zero.get(key):  # the names before DeepSpeed 0.4
+        if zero.get(key):  # these names are older than DeepSpeed 0.4
             reading.put(name, "host", f"{prefix}{key}")

@@ -18,11 +18,12 @@ from rematbench.inputs.system import CUDNN, StackChoice, System
 from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
-"""Options that every command needs, in the order of the printed command."""
+"""The options that every command needs, in the order in which they are printed."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
 WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
 WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
-"""The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
+"""The bytes of states of fp32 weights under autocast.  DeepSpeed converts the weights to 16 bits,
+and FSDP's stack has these bytes already."""
 FLAT_UNITS = {"waiting_frees": 2}
 """torch's first FSDP: torch 2.11, distributed/fsdp/_limiter_utils.py, as limit_all_gathers is on
 (accelerate 1.15, utils/dataclasses.py).  FSDP2's frees and hooks hold nothing."""
@@ -37,12 +38,13 @@ ROTATING: dict[str, dict[str, Any]] = {
     "torchtitan-compiled": COMPILED,
     "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
 }
-"""Stacks of which a later one has context parallelism, with the facts that it then needs."""
+"""Stacks without context parallelism, each with the facts that a job with it takes from the stack
+to the later stack that has it."""
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
 ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
 ALIKE += [("-a22b", ""), ("_", "-"), ("qwen2.5-7b", "qwen2-7b")]
-"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1,
-and Qwen2.5-7B that of Qwen2-7B."""
+"""Parts of a hub's model names, with what shipped names have in their place.  Llama 3.3 has the
+shape of 3.1, and Qwen2.5-7B that of Qwen2-7B."""
 VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 
 
@@ -88,13 +90,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
     options |= _rest(values)
     missing = tuple(key for key in LEADING if key not in options)
-    return FileJob(
-        method=name,
-        settings=settings,
-        options=options,
-        files=files,
-        missing=missing,
-    )
+    return FileJob(method=name, settings=settings, options=options, files=files, missing=missing)
 
 
 def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
@@ -159,9 +155,9 @@ def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:
 
 
 def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
-    """The layers of each chunk where first and last ranks differ from the others, or where the
-    first and the last chunk count the embedding and the loss as a layer (megatron-core 0.16.1,
-    transformer_block.py, get_num_layers_to_build)."""
+    """Set the layers of each chunk if the first or last rank has another number than the others, or
+    if the embedding and the loss count as layers of the first and the last chunk (megatron-core
+    0.16.1, transformer_block.py, get_num_layers_to_build)."""
     pp, vpp = values.get("pp", 1), values.get("vpp", 1)
     less = [values.get(f"{name}_less", 0) for name in ("first", "last")]
     ends = {0: values.get("first_layers"), pp - 1: values.get("last_layers")}
@@ -175,8 +171,12 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
     if sum(sizes) != layers or min(sizes) < 0 or not all(sizes[1:-1]):
         key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
         stages = f"{pp} stages" + f" of {vpp} chunks" * (vpp > 1)
-        raise ConfigError(reading.file, key, f"{layers} layers do not divide over {stages} so")
-    if len(set(sizes)) > 1:
+        raise ConfigError(
+            reading.file, key, f"{layers} layers do not divide over {stages} in this way"
+        )
+    if not all(sizes):  # the embedding or the loss has a stage to itself
+        values["stages"] = f"E{'|'.join('t' * size for size in sizes)}L"
+    elif len(set(sizes)) > 1:
         values["partition"] = ",".join(map(str, sizes))
 
 
@@ -194,12 +194,13 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
     experts = values.get("ep", 1) * values.get("etp", values.get("tp", 1)) * values.get("pp", 1)
     need = lcm(one, experts) if values.get("ep", 1) > 1 else 1
     if values.get("gpus") and values["gpus"] % need:
-        reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need} (--gpus), as ")
-        reading.notes[-1] += f"etp x ep x pp = {experts} needs"
+        why = f"tp x cp x pp = {one} and etp x ep x pp = {experts} need (--gpus)"
+        reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need}, which {why}")
 
 
 def _shards(values: dict[str, Any]) -> None:
-    """Derive the sharding degree where sharded states have replicas: so many, or one a node."""
+    """Derive the sharding degree if sharded states have replicas, given as a number or as one per
+    node."""
     gpus, replicas = values.get("gpus"), values.get("replicas", 1)
     if values.get("inside_node"):
         replicas = values.get("nodes", 1)
@@ -208,7 +209,7 @@ def _shards(values: dict[str, Any]) -> None:
 
 
 def _batches(values: dict[str, Any], reading: Reading) -> None:
-    """Derive the missing one of micro-batch and global batch from accumulation and replicas."""
+    """Derive the micro-batch or the global batch from the other one, accumulation and replicas."""
     gpus = values.get("gpus")
     if not gpus:
         return
@@ -228,8 +229,8 @@ def _model(
     prefix: str,
     overrides: dict[str, Any],
 ) -> str | None:
-    """The model's name or file: the user's, a shipped model of the name or the shape, or a new
-    file of the shape."""
+    """The model's name or file: the user's, the shipped model of this name or shape, or a new file
+    with the shape."""
     if overrides.get("model") is not None:
         return str(overrides["model"])
     if not reading.model:
@@ -244,9 +245,8 @@ def _model(
         reading.notes.append(f"the vocabulary of {alike} is assumed (--vocab N)")
         shape["vocab"] = load_model(alike).vocab
     elif lacking:
-        reading.notes.append(
-            f"the model is incomplete: {', '.join(lacking)} (--vocab N, or --model FILE)"
-        )
+        text = ", ".join(lacking)
+        reading.notes.append(f"the model is incomplete: {text} (--vocab N, or --model FILE)")
         return None
     if name := _equal_model(shape):
         return name
@@ -256,7 +256,7 @@ def _model(
 
 
 def _model_of_sizes(shape: dict[str, Any]) -> str:
-    """The shipped model with these sizes, whose vocabulary a file without one has."""
+    """The shipped model with these sizes, whose vocabulary is assumed; empty if there is none."""
     count = (shape.get("experts") or {}).get("count", 0)
     for name in names("model"):
         model = load_model(name)
@@ -267,8 +267,8 @@ def _model_of_sizes(shape: dict[str, Any]) -> str:
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
-    """The shipped model with all these fields, and without experts unless they are one of them;
-    learned positions may be more than the model's."""
+    """The shipped model with all these fields, and without experts unless `shape` has them.  The
+    number of learned positions may differ."""
     compared: dict[str, Any] = {"experts": None, "mtp_layers": 0} | {
         k: v for k, v in shape.items() if k != "max_positions"
     }
@@ -322,7 +322,9 @@ def _system(
         facts |= FLAT_UNITS | {"reentrant": bool(values.get("reentrant"))}
     if values.get("wide_weights") and base == UNSHARDED:
         facts |= WIDE
-        reading.notes.append("weights in fp32, which autocast narrows operator by operator")
+        reading.notes.append(
+            "weights are fp32, and autocast converts them to 16 bits in each operator"
+        )
     system = load_system(base)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
@@ -344,8 +346,8 @@ def _system(
 
 
 def _kernel(values: dict[str, Any], system: System) -> dict[str, Any]:
-    """The kernel that TransformerEngine's attention takes: cuDNN's where it is asked for, and from
-    Hopper on by itself, unless FlashAttention is asked for."""
+    """The facts of the kernel that TransformerEngine's attention runs: cuDNN's if the files choose
+    it, or by default from Hopper on; FlashAttention if the files choose that."""
     kernel, cluster = values.get("kernel"), values.get("cluster")
     generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
     if kernel == "flash" and system.kernels.cudnn_first:
@@ -356,8 +358,9 @@ def _kernel(values: dict[str, Any], system: System) -> dict[str, Any]:
 
 
 def _rest(values: dict[str, Any]) -> dict[str, str]:
-    """The experts' TP where it is unlike TP; the options with words: ZeRO stage, sequence
-    parallelism, kernel, precision, homes; and the length of documents."""
+    """The options besides LEADING and DEGREES that differ from their defaults: the experts' TP,
+    ZeRO stage, sequence parallelism, kernel, precision, homes of states, and facts of work and
+    stack."""
     options = {}
     if values.get("ep", 1) > 1 and values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
         options["etp"] = str(values["etp"])

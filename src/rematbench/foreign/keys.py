@@ -1,6 +1,6 @@
-"""What each key of a training package's files means: config/foreign/NAME.yaml, a file a dialect.
+"""What each key of a training package's files means, as config/foreign/DIALECT.yaml declares it.
 
-A key that its section does not declare is named as unknown, whatever words are in it.
+A key that its section does not declare is reported as unknown.
 """
 
 from collections.abc import Mapping
@@ -14,29 +14,29 @@ from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
 REST = [(-1, "shards"), (-1, "global_batch")]
-"""(value, number of a job): the value stands for what the job's other numbers leave over."""
+"""(value, number of the job) pairs in which the value means: derive it from the other numbers."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of one section of a file.
-
-    `numbers`, `shapes`: positive whole numbers, each with a value of the job or a field of Model;
-    `facts`: switches, each with the facts of the stack that it states; `words`: for each word
-    that is modelled the values of the job that it sets (`facts`: those of the stack); `refused`:
-    switches that turn on what is not modelled, each with the reason; `read`: keys that the
-    dialect's reader reads itself; `no_effect`: keys without an effect on bytes or seconds;
-    `prefix`: what the keys may begin with (`fsdp_`).
-    """
+    """The keys of one section of a file."""
 
     numbers: dict[str, str] = {}
+    """Keys with a positive whole number, each with the value of the job that it sets."""
     shapes: dict[str, str] = {}
+    """Keys with a positive whole number, each with the field of Model that it sets."""
     facts: dict[str, dict[str, Any]] = {}
+    """Switches, each with the facts of the stack that it sets."""
     words: dict[str, dict[str, dict[str, Any]]] = {}
+    """Keys with a word: for each known word the values of the job, and `facts` of the stack."""
     refused: dict[str, str] = {}
+    """Switches that turn on something that is not modelled, each with the reason."""
     read: list[str] = []
+    """Keys that the dialect's own reader reads."""
     no_effect: list[str] = []
+    """Keys without an effect on bytes or seconds."""
     prefix: str = ""
+    """A text with which the keys may begin (`fsdp_`)."""
 
     @property
     def keys(self) -> set[str]:
@@ -45,9 +45,9 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sections of a package's files by their path ("" is the top level); `base`: dialects
-    whose keys belong to this one's; `names`: the keys of another package that keys stand for;
-    `defaults`: values of keys that a file lacks."""
+    """The sections of a package's files by their path ("" is the top level).  `base`: dialects
+    whose keys this dialect has too; `names`: for each key, the equal key of another package;
+    `defaults`: the values of keys that a file lacks."""
 
     source: str
     sections: dict[str, Section] = {}
@@ -73,7 +73,7 @@ def dialect(name: str) -> dict[str, Section]:
 
 
 def _joined(base: Section, more: Section) -> Section:
-    """Both sections as one; what `more` says of a key counts."""
+    """Both sections as one; if both declare a key, the declaration of `more` counts."""
     fields: dict[str, Any] = {}
     for name in Section.__struct_fields__:
         ours, theirs = getattr(base, name), getattr(more, name)
@@ -89,8 +89,9 @@ def _joined(base: Section, more: Section) -> Section:
 def read_keys(
     reading: Reading, data: Mapping[str, Any], name: str, at: str = "", prefix: str = ""
 ) -> None:
-    """Read the keys of a section `at` of a dialect, and of the sections inside it; name the others
-    as refused, as without effect or as unknown.  ConfigError for a wrong number or word."""
+    """Read the keys of the section `at` of a dialect, and of the sections inside it.  Keys that are
+    refused, have no effect or are unknown are listed in the reading.  ConfigError for a wrong
+    number or word."""
     sections = dialect(name)
     for key, value in data.items():
         plain = str(key).replace("-", "_").lower().removeprefix(sections[at].prefix)
@@ -122,7 +123,7 @@ def _read_key(reading: Reading, section: Section, key: str, value: Any, where: s
 
 def _number(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
     if value is True:
-        reading.notes.append(f"{where} has no value: --set NAME=VALUE gives its variable")
+        reading.notes.append(f"{where} has no value: give its variable with --set NAME=VALUE")
         reading.unknown.append(where)
     elif value != AUTO and (value, section.numbers.get(key)) not in REST:
         size = whole(value, reading.file, where)
@@ -139,7 +140,7 @@ def is_off(value: Any) -> bool:
 
 
 def _set(reading: Reading, words: Mapping[str, dict[str, Any]], value: Any, where: str) -> None:
-    """Set what a word stands for, or refuse it."""
+    """Set the values that a word stands for, or refuse an unknown word."""
     word = str(value).lower()
     if word not in words:
         reading.refused.append(f"{where}: {value} (allowed: {', '.join(words)})")

@@ -35,11 +35,11 @@ OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
 unless --use-flash-attn asks for it."""
 NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
-"""Variables with which TransformerEngine leaves a kernel out."""
+"""Variables whose value 0 forbids TransformerEngine a kernel: FlashAttention, and cuDNN's."""
 TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
-"""The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
+"""Options with the number of layers of a recomputed group: today's, that of 2021, that of 2020."""
 OTHERS = {
     "bert",
     "t5",
@@ -57,12 +57,12 @@ OTHERS = {
 ADAPTED = {"lora-rank", "lora-dropout", "tuner-type", "train-type", "target-modules"}
 """Options of adapters, which are read only for ms-swift's Megatron."""
 GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-size-per-vp-stage")
-"""Options that say how many micro-batches a chunk runs in a row: pp of them by default."""
+"""Options with the number of micro-batches that a chunk runs in a row, which is pp by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled; those of experts are not."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SIZED = {"num-layers", "hybrid-layer-pattern"}
-"""Options that a line has only if it states the model's sizes."""
+"""Options of lines that state the model's sizes; other lines name their model."""
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
 ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
@@ -71,7 +71,7 @@ SWIFT_NAMES = {"max_length": "seq-length"}
 
 
 def is_launch(words: list[str]) -> bool:
-    """Whether a command starts a Megatron."""
+    """Whether a command is a launch line of Megatron-LM."""
     options = options_of(words)
     return bool(SIZED & options.keys()) and bool(
         {"seq-length", "micro-batch-size", SLIME} & set(options)
@@ -86,7 +86,7 @@ def is_swift(words: list[str]) -> bool:
 
 
 def read_megatron(script: Script, words: list[str]) -> Reading:
-    """The reading of a launch line of a script.  ConfigError for a wrong value."""
+    """Read a launch line of a script into a Reading.  ConfigError for a wrong value."""
     options = options_of(words)
     reading = _read({**script.headers, **options}, script)
     for name in ADAPTED & options.keys():
@@ -99,8 +99,8 @@ def read_megatron(script: Script, words: list[str]) -> Reading:
 
 
 def read_swift(script: Script, words: list[str]) -> Reading:
-    """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values,
-    and a model by name.  ConfigError for a wrong value."""
+    """Read `megatron sft` of ms-swift into a Reading: Megatron's options with underscores and
+    values, and a model by name.  ConfigError for a wrong value."""
     options = {**script.headers, **declared("swift").defaults}
     for name, values in options_of(words).items():
         option = SWIFT_NAMES.get(name, name.replace("_", "-"))
@@ -120,7 +120,7 @@ def read_swift(script: Script, words: list[str]) -> Reading:
     if preferred and "rlhf-type" not in options:
         reading.refused.append("rlhf: there is another model beside the one that trains")
     if "packing" in options:
-        text = "attention stays inside documents: --document-len, else whole sequences"
+        text = "attention stays inside documents: give --document-len, or whole sequences count"
         reading.notes.append(f"--packing: {text}")
     else:
         note_cap(reading)
@@ -136,7 +136,7 @@ def _read(options: Options, script: Script) -> Reading:
         for written in (option, option.replace("_", "-")):
             if first_value(options, written).isdigit():
                 reading.put(name, int(first_value(options, written)), f"--{written}")
-    if SLIME in options:  # slime/backends/megatron_utils/arguments.py, set_default_megatron_args
+    if SLIME in options:  # slime sets two by default (backends/megatron_utils/arguments.py)
         options = {"bf16": [], "use-distributed-optimizer": [], **_supervised(options)}
     reading.facts |= ABSENT
     data = {name: values[0] if values else True for name, values in options.items()}
@@ -189,8 +189,8 @@ def _graphs(reading: Reading, options: Options) -> None:
 
 
 def _supervised(options: Options) -> Options:
-    """The options, without those of slime's engine and reference model if the line trains with the
-    supervised loss alone (slime/utils/arguments.py)."""
+    """The options.  If the line trains with the supervised loss alone, those of slime's rollout
+    engine and reference model are left out (slime/utils/arguments.py)."""
     if first_value(options, "loss-type") != "sft_loss" or "debug-train-only" not in options:
         return options
     refused = dialect("megatron")[""].refused
@@ -203,15 +203,15 @@ def _states(reading: Reading, options: Options) -> None:
     the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
     store_param_remainders), and moments of any type."""
     wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
-    if reading.get("precision") == "fp16" and not wide:  # bf16 alone accumulates in fp32 by itself
+    if reading.get("precision") == "fp16" and not wide:  # only bf16 accumulates in fp32 by default
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
     hosted = bool({"optimizer-cpu-offload", "cpu-optimizer"} & options.keys())
     if "use-precision-aware-optimizer" in options:
         moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if copy + moments != ADAM_BYTES and not hosted:  # on the host both are fp32
+        if copy + moments != ADAM_BYTES and not hosted:  # the host keeps both in fp32
             reading.facts["optimizer_bytes"] = copy + moments
-    elif "optimizer-cpu-offload" in options:  # distrib_optimizer.py: the fp32 shard stays
+    elif "optimizer-cpu-offload" in options:  # its fp32 shard stays (distrib_optimizer.py)
         reading.facts["resident_bytes"] = 4
     if not hosted:
         return
@@ -228,9 +228,9 @@ def _states(reading: Reading, options: Options) -> None:
 def read_arguments(
     arguments: Mapping[str, Any], file: str, variables: Mapping[str, list[str]]
 ) -> Reading:
-    """The reading of `MODEL_ARGS` in a configuration of Megatron-LM's own tests or of its Model
-    Zoo: options with their values, of which `${TP}` is a variable of the environment.  ConfigError
-    for a wrong value."""
+    """Read `MODEL_ARGS` in a configuration of Megatron-LM's own tests or of its Model Zoo into a
+    Reading: options with their values, of which `${TP}` is a variable of the environment.
+    ConfigError for a wrong value."""
     options: Options = {}
     unset: dict[str, str] = {}
     for name, value in arguments.items():
@@ -247,12 +247,12 @@ def read_arguments(
     reading = _read(options, Script(file=file))
     reading.unknown += unset
     for option, name in unset.items():
-        reading.notes.append(f"{option} is a variable of the environment: --set {name}=VALUE")
+        reading.notes.append(f"{option} is a variable of the environment: give --set {name}=VALUE")
     return reading
 
 
 def read_factory(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of a LLaMA-Factory file that trains with Megatron.  ConfigError for a wrong
+    """Read a LLaMA-Factory file that trains with Megatron into a Reading.  ConfigError for a wrong
     value."""
     ours = dialect("trainers")[""].keys
     options: Options = {}
@@ -263,7 +263,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     trainer = {"finetuning_type": "full"} | {k: v for k, v in data.items() if k in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
-    more.values.pop("trained_dtype", None)  # Megatron narrows adapters
+    more.values.pop("trained_dtype", None)  # Megatron holds adapters in 16 bits
     more.facts, more.values = {}, more.values | reading.values
     reading.values |= more.values
     reading.keys |= more.keys
@@ -272,7 +272,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def _named_model(reading: Reading, options: Options) -> None:
-    """The model of a line that has a name in place of the sizes (ms-swift)."""
+    """Set the model's name if the line does not state sizes (ms-swift)."""
     if SIZED & options.keys():
         return
     reading.model.clear()
@@ -390,7 +390,9 @@ def _latent(reading: Reading, options: Options) -> None:
         return
     given = LATENT | {name.removeprefix("latent."): size for name, size in columns.items()}
     if "qk-layernorm" not in options:
-        reading.refused.append("--multi-latent-attention: compressed columns without norms")
+        reading.refused.append(
+            "--multi-latent-attention: compressed columns without norms are not modelled"
+        )
     model |= {
         "latent": given,
         "head_dim": given["nope"] + given["rope"],
@@ -401,7 +403,7 @@ def _latent(reading: Reading, options: Options) -> None:
 
 
 def _vocabulary(reading: Reading, options: Options) -> None:
-    """The vocabulary of a tokenizer that comes with its files, and its padding."""
+    """Set the vocabulary of a tokenizer whose size is known, and its padding."""
     if options.get(multiple := "make-vocab-size-divisible-by"):
         reading.facts["vocab_multiple"] = whole(options[multiple][0], reading.file, f"--{multiple}")
     tokenizer = first_value(options, "tokenizer-type")
@@ -423,7 +425,7 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     if "checkpoint-activations" in options or "activations-checkpoint-method" in options:
         granularity = "full"
     if granularity == "full":
-        old = first_value(options, "activations-checkpoint-method", "uniform")  # of 2021
+        old = first_value(options, "activations-checkpoint-method", "uniform")  # its name in 2021
         method = first_value(options, "recompute-method", old)
         name = next((name for name in LAYERS if options.get(name)), LAYERS[0])
         layers = whole(first_value(options, name, "1"), reading.file, f"--{name}")
@@ -439,7 +441,8 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
 def _offloaded(
     reading: Reading, options: Options, name: str, settings: dict[str, object]
 ) -> tuple[str, dict[str, object]]:
-    """The method and its settings; with modules whose inputs go to the host it is megatron_core."""
+    """The method and its settings, which are the baseline megatron_core's if modules offload their
+    inputs to the host."""
     switch = "fine-grained-activation-offloading"
     if switch not in options:
         return name, settings
@@ -459,8 +462,8 @@ def _offloaded(
 
 
 def _modules(reading: Reading, options: Options) -> dict[str, object]:
-    """The modules of selective recomputation as a setting; none for core attention alone, which is
-    the default of both."""
+    """The modules of selective recomputation as a setting; empty for core attention alone, which is
+    the default of Megatron and of the method."""
     modules = options.get("recompute-modules") or ["core_attn"]
     lacking = sorted(set(modules) - MODULES.keys())
     if lacking:

@@ -24,19 +24,21 @@ FLEXIBLE = ("deepep", "hybridep")
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
-FUSIONS = {"moe-router-fusion": "fused_router", "enable-experimental": "fused_indices"}
-"""Switches, each with the fact of the stack that it states; the experimental kernels also need
+ROUTER = "moe-router-fusion"
+FUSIONS = {ROUTER: "fused_router", "enable-experimental": "fused_indices"}
+"""Switches, each with the stack's fact that it sets; the experimental kernels also need
 PERMUTES."""
 PERMUTES = "moe-permute-fusion"
 
 
 def read_experts(reading: Reading, options: Options) -> None:
-    """Set the experts of a model that the line describes, and the capacity, the dispatcher and the
-    overlap of any model.  ConfigError for a wrong value."""
+    """Set the experts' sizes if the line states them, and the capacity, the dispatcher and the
+    overlap also if it only names its model.  ConfigError for a wrong value."""
     _capacity(reading, options)
     if options.get("num-experts"):
         _widths(reading, options)
-        reading.facts |= {fact: True for option, fact in FUSIONS.items() if _fuses(option, options)}
+        fused = FUSIONS if PERMUTES in options else {ROUTER: FUSIONS[ROUTER]}
+        reading.facts |= {fact: True for option, fact in fused.items() if option in options}
     if options.get("num-experts") or {TYPE, "moe-enable-deepep"} & options.keys():
         _dispatcher(reading, options)
     if "moe-shared-expert-overlap" in options:
@@ -46,12 +48,8 @@ def read_experts(reading: Reading, options: Options) -> None:
         reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
 
 
-def _fuses(option: str, options: Options) -> bool:
-    return option in options and (option != "enable-experimental" or PERMUTES in options)
-
-
 def _widths(reading: Reading, options: Options) -> None:
-    """The experts of a model that the line describes."""
+    """Set the sizes and the router of the experts."""
     experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
     for option, name in WIDTHS.items():
         if options.get(option):
@@ -69,7 +67,7 @@ def _widths(reading: Reading, options: Options) -> None:
 
 
 def _capacity(reading: Reading, options: Options) -> None:
-    """The capacity of an expert; a factor below 0 is none."""
+    """Set the capacity of an expert; a factor below 0 means no limit."""
     option = "moe-expert-capacity-factor"
     text = first_value(options, option)
     factor = number(text or -1.0, reading.file, f"--{option}")
@@ -80,7 +78,7 @@ def _capacity(reading: Reading, options: Options) -> None:
 
 
 def _router(options: Options, file: str) -> dict[str, Any]:
-    """The router where it is unlike the defaults of Experts."""
+    """The fields of the router that differ from the defaults of Experts."""
     router: dict[str, Any] = {}
     if first_value(options, "moe-router-score-function", "softmax") != "softmax":
         router["router"] = first_value(options, "moe-router-score-function", "")

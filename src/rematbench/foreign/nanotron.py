@@ -15,7 +15,7 @@ from rematbench.foreign.reading import Reading
 
 
 def read_nanotron(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of a nanotron configuration.  ConfigError for a wrong value."""
+    """Read a nanotron configuration into a Reading.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="nanotron", system="megatron-core")
     reading.notes.append("nanotron: the kernels of megatron-core are assumed (--system)")
     read_keys(reading, data, "nanotron")

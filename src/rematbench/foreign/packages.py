@@ -37,7 +37,7 @@ READ += "the model, adapter_config.json of PEFT"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
 SIZES = {"hidden_size", "n_embd", "d_model", "dim", "architectures", "num_hidden_layers"}
 SIZES |= {"text_config", "llm_config", "language_config", "thinker_config"}
-"""Keys of a config.json, one of which stands beside its model_type."""
+"""Keys of which every config.json has at least one beside its model_type."""
 ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
     "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
     "PYTORCH_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
@@ -55,12 +55,12 @@ RECIPES = {
     "torchtitan.train": "a torchtitan configuration in Python",
     "run_train.sh": "a torchtitan configuration in Python",
 }
-"""Programs whose configuration is in their own package, with what it is."""
+"""Programs whose configuration is inside their own package, each with the words for it."""
 
 
 def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) -> Reading:
-    """The values of all files together, and of the files that they name and that exist;
-    `variables`: those of the environment.  ConfigError for an unknown kind of file or two different
+    """The merged values of all files, and of existing files that these name.  `variables`:
+    variables of the environment.  ConfigError for an unknown kind of file or for contradicting
     values."""
     environment = {name: [value] for name, value in (variables or {}).items()}
     readings = [read_file(path, environment) for path in paths]
@@ -74,11 +74,11 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if other.is_file() and other.resolve() not in present:
             present.add(other.resolve())
             merge(whole, read_file(other, environment))
-    if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
+    if whole.system == "huggingface-deepspeed":  # it converts fp32 adapters
         whole.values.pop("trained_dtype", None)
     adapts = "lora_rank" in whole.values and whole.system == FSDP_SYSTEM
     if adapts and not {"wide_weights", "base_dtype"} & whole.values.keys():
-        whole.put("base_dtype", "bf16", "fsdp")  # accelerate widens only what trains
+        whole.put("base_dtype", "bf16", "fsdp")  # accelerate makes only trained weights fp32
     names = {path.name for path in present}
     whole.files = [named for named in whole.files if named.name not in names]
     for named in whole.files if "zero_stage" not in whole.values else ():
@@ -87,12 +87,12 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
 
 
 def _by_name(whole: Reading, named: Path) -> None:
-    """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
-    as ms-swift and LLaMA-Factory name theirs; config/foreign/axolotl.yaml has the states that the
-    names of axolotl's files do not state)."""
+    """Guess the ZeRO stage and the homes of states from the name of a file that does not exist here
+    (`zero3`, `ds_z2_offload.json`, as in ms-swift and LLaMA-Factory; config/foreign/axolotl.yaml
+    has what the names of axolotl's files do not say)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
     if stage is None or "partial" in named.name:
-        whole.notes.append(f"{named} is not here: name it after {whole.file}")
+        whole.notes.append(f"{named} is not here: give it as a further FILE after {whole.file}")
         return
     whole.put("zero_stage", int(stage[1]), str(named))
     if whole.package == "axolotl":
@@ -107,7 +107,7 @@ def _by_name(whole: Reading, named: Path) -> None:
         for name in homes:
             if name.startswith((moves[2] or "").strip("_")):
                 whole.put(name, "host", str(named))
-    if named.suffix:  # ms-swift has these names for files of its own
+    if named.suffix:  # a name without a suffix is a file inside ms-swift
         whole.notes.append(f"{named} is not here: its states are assumed from its name")
 
 
@@ -115,11 +115,11 @@ _RANK = (
     *("config.json", "PEFT", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
     *("Transformers", "ms-swift", "torchtitan", "torchtune", "nanotron", "Megatron"),
 )
-"""Packages by how much of a job their files say; the file of the last one is the whole job."""
+"""Packages in the order of how much of a job their files state, the least first."""
 
 
 def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
-    """The reading of one file.  ConfigError for a file of an unknown kind."""
+    """Read one file into a Reading.  ConfigError for a file of an unknown kind."""
     label = str(path)
     if path.suffix not in STRUCTURED:
         return _launch(path, label, variables)
@@ -144,9 +144,9 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], Reading]] = {
     "torchtune": read_torchtune,
     "PEFT": read_peft,
 }
-"""The readers of packages that are no trainers of Hugging Face."""
+"""The readers of packages other than Hugging Face trainers."""
 CONFIGURED: tuple[str, ...] = ("torchtitan", "torchtune", "nanotron")
-"""Packages whose commands name a file that has the whole job."""
+"""Packages whose commands name a file that states the whole job."""
 
 
 def _package(package: str, data: Mapping[str, Any], label: str) -> Reading:
@@ -170,14 +170,12 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     reading.facts |= _environment(script)
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.absent:
-        reading.notes.append(
-            f"sourced but not here, so not read: {', '.join(dict.fromkeys(script.absent))}"
-        )
+        absent = ", ".join(dict.fromkeys(script.absent))
+        reading.notes.append(f"scripts that are sourced but not here are not read: {absent}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
-        reading.notes.append(
-            f"these comparisons use a value that the script does not set, read as empty: {tests}"
-        )
+        text = "conditions on values that the script does not set, which count as empty"
+        reading.notes.append(f"{text}: {tests}")
     return reading
 
 
@@ -195,7 +193,7 @@ def _environment(script: Script) -> dict[str, Any]:
 
 
 def _unread(script: Script) -> str:
-    """Why no command of a script is read: what it names or starts, as far as that is known."""
+    """Why no command of a script is read, in words: which file or program it starts instead."""
     all_words = [word for words in script.commands for word in words]
     all_words += [text for texts in script.variables.values() for text in texts]
     named = [word for word in all_words if Path(word).suffix in STRUCTURED]
@@ -216,8 +214,8 @@ def _unread(script: Script) -> str:
 
 
 def _configured(script: Script) -> Reading | None:
-    """The reading of a command of torchtitan, torchtune or nanotron: its file, which it names as an
-    option or in CONFIG_FILE, with the command's own values (`--training.local_batch_size 2`,
+    """Read a command of torchtitan, torchtune or nanotron into a Reading: the file that it names as
+    an option or in CONFIG_FILE, with the command's own values (`--training.local_batch_size 2`,
     `optimizer.lr=1e-5`)."""
     config = script.variables.get("CONFIG_FILE", [])
     for words in reversed(script.commands):
@@ -237,7 +235,7 @@ def _configured(script: Script) -> Reading | None:
             reading = READERS[package](data, script.file)
             read_launcher(reading, script, options)
             if alone := [one for one in words if one.endswith("_single_device")]:
-                reading.put("gpus", 1, alone[0])  # torchtune names such recipes so
+                reading.put("gpus", 1, alone[0])  # this is torchtune's name for one GPU
             return reading
     return None
 
@@ -252,7 +250,7 @@ def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _command(script: Script) -> Reading | None:
-    """The reading of the last command that starts a training; of all variables together if the
+    """Read the last command that starts a training into a Reading, or all variables together if the
     command is in another file."""
     commands = [words for words in script.commands if words[0] not in ("echo", "printf")]
     variables = [

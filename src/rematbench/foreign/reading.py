@@ -9,31 +9,33 @@ from rematbench.inputs.configfile import ConfigError
 
 
 class Reading(Struct, kw_only=True):
-    """The content of one file.
-
-    `values`: values of the job, by the fields of Job and by terms from which job.py derives
-    them (nodes, accumulation, shards, ...); `keys`: the file's key of each value;
-    `model`: fields of Model; `facts`: facts of the stack; `system`: the shipped stack of the
-    package; `method`: the method and its settings (None: the file does not say);
-    `ignored`: keys without an effect on bytes or seconds; `unknown`: keys that are not read;
-    `refused`: requests that are not modelled; `command`: the values are those of a command line,
-    which replace those of the files that it names.
-    """
+    """What was read from one file, or from several that are merged."""
 
     file: str
     package: str
     values: dict[str, Any] = {}
+    """Values of the job: fields of Job, and terms from which job.py derives fields (nodes, ...)."""
     keys: dict[str, str] = {}
+    """The key of the file from which each value comes."""
     model: dict[str, Any] = {}
+    """Fields of Model."""
     facts: dict[str, Any] = {}
+    """Facts of the stack."""
     system: str = ""
+    """The shipped stack that stands for the package."""
     method: tuple[str, dict[str, Any]] | None = None
+    """The method and its settings (None: the file does not say)."""
     ignored: list[str] = []
+    """Keys without an effect on bytes or seconds."""
     unknown: list[str] = []
+    """Keys that are not read."""
     refused: list[str] = []
+    """Settings that are not modelled, each with the reason."""
     notes: list[str] = []
     files: list[Path] = []
+    """Files that the file names."""
     command: bool = False
+    """Whether this is a command line, whose values replace those of the files that it names."""
 
     def put(self, name: str, value: Any, key: str) -> None:
         """Set a value of the job, and remember the key that it comes from."""

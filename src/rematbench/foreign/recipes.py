@@ -37,16 +37,16 @@ BACKENDS = {
     "te": "it quantises the output projection too, which is not modelled",
     "msamp": "gradients and states in FP8 are not modelled",
 }
-"""The backends of accelerate's FP8, each with the reason why it is not read."""
+"""The backends of accelerate's FP8, each with the reason why it is refused (empty: it is read)."""
 ROWWISE = ("LLaMA-Factory",)
-"""Trainers that ask torchao for scales of rows."""
+"""Trainers that choose torchao's recipe with a scale per row."""
 LEFT_OUT = {"output", "router.gate"}
-"""Linears that recipes leave in 16 bits, also without a filter."""
+"""Linears that recipes always leave in 16 bits."""
 
 
 def read_megatron_recipe(reading: Reading, options: Options) -> None:
-    """Read the recipe of a launch line.  Without --fp8-recipe it is delayed.  Parameters in MXFP8
-    whose gather has a buffer of its own are held in 16 bits beside their copies."""
+    """Read the recipe of a launch line, which is `delayed` without --fp8-recipe.  Parameters in
+    MXFP8 without REUSE stay in a 16-bit buffer beside their quantised copies."""
     four = first_value(options, "fp4-format") and "fp4-format"
     switch = four or next((name for name in SWITCHES if name in options), "")
     if not switch or is_off(first_value(options, switch, "e4m3")):
@@ -96,7 +96,7 @@ def read_converters(reading: Reading, data: Mapping[str, Any]) -> None:
             linears = ", ".join(sorted(kept))
             reading.refused.append(f"{at}.filter_fqns: {linears} in 16 bits are not modelled")
         if "output" not in filtered:
-            text = "without output its projection is quantised, which is not modelled"
+            text = "without `output` that projection is quantised, which is not modelled"
             reading.refused.append(f"{at}.filter_fqns: {text}")
 
 

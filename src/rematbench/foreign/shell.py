@@ -1,10 +1,10 @@
 """The commands of a shell script, with the values of its variables.  Nothing is executed.
 
-`shfmt` gives the syntax tree.  This reads assignments (also arrays, `+=` and defaults `${X:-8}`),
-calculations `$((A*B))`, `if` and `case` over values that the script sets, functions that it calls,
-files that it sources from its own folder, and here-documents.  An argument (`$1`), a variable of
-the environment and the output of every command but `expr` are empty, in conditions too; a test of a
-file counts as false, negated or not, and so does a command.
+`shfmt` gives the syntax tree.  This module follows assignments (also arrays, `+=` and defaults
+`${X:-8}`), calculations `$((A*B))`, `if` and `case` over values that the script sets, functions,
+files that the script sources from its own folder, and here-documents.  An argument (`$1`), a
+variable of the environment and the output of every command except `expr` are empty, in conditions
+too.  A test of a file counts as false, also if it is negated, and so does a command.
 """
 
 import fnmatch
@@ -46,35 +46,37 @@ LAUNCHERS = {"srun", "nohup"}
 ENDS = {"|", "||", "&&", "&", ";"}
 """The words that end a command in a text that `eval` starts."""
 PREFIXES = {"eval", "exec"}
-"""Words before a command that change nothing which is read."""
+"""Words before a command that have no effect on what it starts."""
 GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
 """A number of GPUs, also with their kind (`gpu:a100:8`)."""
 DEPTH = 8
-"""Files that source files and functions that call functions, at most."""
+"""The most files and functions that may be entered inside each other."""
 LONGEST = 1 << 20
-"""The characters of a variable, at most."""
+"""The most characters of a variable."""
 
 
 class Script(Struct):
-    """The commands of a script, each a list of words; its variables; its functions; its
-    here-documents by the file into which they are written; the options of its Slurm headers; the
-    conditions on values that are not in the script; the loops that are read for their first word
-    alone; the scripts that it sources and that are not here.
-
-    `text`: the text that is being read; `depth`: how many files and functions it may still enter.
-    """
+    """A script while it is read: what it sets, starts and writes, and what stays unknown."""
 
     file: str
     variables: Variables = {}
     functions: dict[str, Node] = {}
     commands: list[list[str]] = []
+    """The commands that it starts, each a list of words."""
     documents: dict[str, str] = {}
+    """Its here-documents, by the name of the file into which they are written."""
     headers: Options = {}
+    """The options of its Slurm headers."""
     undecided: list[str] = []
+    """Conditions on values that the script does not set."""
     loops: list[str] = []
+    """Loops of which only the first value is read, in words."""
     absent: list[str] = []
+    """Scripts that it sources and that are not found."""
     text: bytes = b""
+    """The text that is being read."""
     depth: int = DEPTH
+    """How many files and functions may still be entered inside each other."""
 
 
 def read_script(text: str, file: str, variables: Variables | None = None) -> Script:
@@ -201,7 +203,7 @@ def _for(script: Script, node: Node) -> bool | None:
 
 
 def _joined(script: Script, node: Node) -> bool | None:
-    """Run both sides of `&&`, `||` or `|`; the right one not, where the left one decides."""
+    """Run both sides of `&&`, `||` or `|`; only the left side if it decides."""
     decides = {"&&": False, "||": True}.get(node["Op"])
     left = _run(script, [node["X"]])
     if decides is not None and left is decides:
@@ -230,7 +232,7 @@ def _source(script: Script, node: Node) -> str:
 
 
 def _tested(script: Script, node: Node, source: str) -> bool | None:
-    """The value of a part of `[[ ... ]]`; None for a test of a file."""
+    """The value of a part of `[[ ... ]]` as a condition; None for a test of a file."""
     sign = node.get("Op")
     if node["Type"] == "Word":
         return bool(_text(script, node))
@@ -240,7 +242,7 @@ def _tested(script: Script, node: Node, source: str) -> bool | None:
     if node["Type"] == "BinaryTest":
         return _compared(script, node, source)
     value = _tested(script, node["X"], source)
-    if sign is None or sign in ("-n", "-z"):  # brackets, or the length of a text
+    if sign is None or sign in ("-n", "-z"):  # brackets, or a test of a text's length
         return value == (sign != "-z")
     return not value if sign == "!" and value is not None else None
 
@@ -266,7 +268,8 @@ def _matches(text: str, pattern: str) -> bool:
 
 
 def _test_tree(words: list[Node], texts: list[str]) -> Node:
-    """The words of `[ ... ]` as the tree that `[[ ... ]]` has; an empty word if there is none."""
+    """The words of `[ ... ]` as the tree of the equal `[[ ... ]]`; an empty word if there are
+    none."""
     for sign, joined in (("-o", "||"), ("-a", "&&")):
         if sign in texts[1:-1]:
             at = texts.index(sign, 1)
@@ -351,7 +354,7 @@ def _call(script: Script, node: Node) -> bool | None:
     if not written and not _entered(script, words, texts):
         command = _words(script, words)
         if command[:1] and command[0].startswith("--") and script.commands:
-            script.commands[-1] += command  # a comment in a continued command
+            script.commands[-1] += command  # a comment cut the command in two
         elif command:
             script.commands.append(command)
     return None
@@ -372,9 +375,9 @@ def _document(script: Script, texts: list[str], redirections: Iterable[Node]) ->
 
 
 def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
-    """Run what a command starts: a function, a file beside the script, which it sources or starts
-    with arguments, or `bash -c '...'`, whose own shell replaces the exported variables.  The
-    options before it are those of each of its commands."""
+    """Run what a command starts: a function, a script beside this one (sourced, or started with
+    arguments), or `bash -c '...'`.  Return whether it did so.  The options before it
+    are given to each of its commands."""
     if not script.depth:
         return False
     if texts[0] in script.functions:
@@ -408,7 +411,7 @@ def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
     script.depth -= 1
     try:
         _read(script, text)
-    except ConfigError:  # quotes that only one of the two shells removes
+    except ConfigError:  # the inner text has other quotes than its own shell sees
         if sources:
             raise
         return False
@@ -445,4 +448,4 @@ KINDS: dict[str, Callable[[Script, Node], bool | None]] = {
     "TimeClause": _group,
     "WhileClause": _while,
 }
-"""What runs a statement, by the kind of its node; each gives its value as a condition."""
+"""The function that runs each kind of statement and returns its value as a condition."""

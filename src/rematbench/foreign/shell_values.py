@@ -44,8 +44,8 @@ def expand_text(word: Node | None, variables: Variables) -> str:
 
 
 def expand_words(word: Node, variables: Variables) -> list[str]:
-    """The words that a word stands for: an array or a variable with several words gives several.
-    A quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
+    """The words to which a word expands: an array, or a variable with spaces, gives several.  A
+    quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
     quoted = word["Parts"][0]["Type"] in ("SglQuoted", "DblQuoted")
     words = []
     for piece in _pieces(word["Parts"], variables):
@@ -62,7 +62,7 @@ def _split(text: str) -> list[str]:
 
 
 def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) -> list[str]:
-    """The texts of the parts of a word: as many as the array in it has values."""
+    """The texts to which the parts of a word expand: one, or one per value of an array in it."""
     pieces = [""]
     for part in parts:
         if part["Type"] == "Lit":  # a backslash in quotes escapes these characters alone
@@ -85,20 +85,19 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 
 
 def _output(part: Node, variables: Variables) -> list[str]:
-    """The output of `expr A + B`, whose operators are those of a calculation; the output of other
-    commands is empty."""
-    calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
-    words = [
-        word
-        for call in calls
-        for argument in call.get("Args", ())
-        for word in expand_words(argument, variables)
-    ]
+    """The output of `expr A * B - C`, whose operators are those of a calculation; the output of
+    other commands is empty."""
+    calls = [(statement.get("Cmd") or {}).get("Args", ()) for statement in part.get("Stmts", ())]
+    words = [word for call in calls for one in call for word in expand_words(one, variables)]
+    text = " ".join(words[1:])
     try:
-        name, left, sign, right = words
-        return [str(int(OPERATIONS[sign](int(left), int(right))))] if name == "expr" else []
-    except (KeyError, ValueError, ZeroDivisionError):
+        for signs in ("[*/%]", "[-+]", "[<>=!&|]+"):
+            while found := re.search(rf"(-?\d+) ({signs}) (-?\d+)", text):
+                value = OPERATIONS[found[2]](int(found[1]), int(found[3]))
+                text = f"{text[: found.start()]}{value:d}{text[found.end() :]}"
+    except (KeyError, ZeroDivisionError):
         return []
+    return [text] if words[:1] == ["expr"] and re.fullmatch(r"-?\d+", text) else []
 
 
 def expand_document(document: Node, variables: Variables) -> str:

@@ -10,12 +10,12 @@ from rematbench.foreign.recipes import read_converters
 
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
-WHOLE_LOGITS = "each rank of tensor parallelism with the logits of all tokens is not modelled"
+WHOLE_LOGITS = "logits of all tokens on each rank of tensor parallelism are not modelled"
 SIZE = re.compile(r"(\d+(?:\.\d+)?[bm])$", re.IGNORECASE)
 
 
 def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of a torchtitan configuration.  ConfigError for a wrong value."""
+    """Read a torchtitan configuration into a Reading.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="torchtitan", system="torchtitan")
     reading.put("precision", "bf16", "mixed_precision_param")
     read_keys(reading, data, "torchtitan")
@@ -81,21 +81,23 @@ def _checkpoint(reading: Reading, section: Mapping[str, Any]) -> None:
 
 
 def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
-    """The stack of a compiled model; empty if it is eager.  Files with a section for it are of
-    versions that compile the loss too, unless `components` leaves it out."""
+    """The stack of a compiled model; empty if it is eager.  Versions with a section `compile`
+    compile the loss too, unless `components` leaves it out."""
     section = data.get("compile")
     new: Mapping[str, Any] = section if isinstance(section, Mapping) else {"enable": section}
     components = new.get("components", ["model", "loss"])
     if not new.get("enable"):
         return "torchtitan-compiled" if (data.get("training") or {}).get("compile") else ""
     if "model" not in components:
-        reading.refused.append(f"compile.components: {components} (a compiled loss alone)")
+        reading.refused.append(
+            f"compile.components: {components} (compiling the loss alone is not modelled)"
+        )
     return "torchtitan-2025-06" if "loss" in components else "torchtitan-compiled"
 
 
 def _batch(reading: Reading) -> None:
-    """`local_batch_size` counts a rank's sequences of one step or accumulation: without pipelines
-    these are one micro-batch."""
+    """Set the micro-batch from `local_batch_size`, a rank's sequences of one accumulation step.
+    Without a pipeline these are one micro-batch."""
     sequences = reading.values.pop("sequences", None)
     if sequences is None:
         return

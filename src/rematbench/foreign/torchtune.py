@@ -18,7 +18,7 @@ from rematbench.foreign.trainers import note_cap
 
 
 def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of a torchtune configuration.  ConfigError for a wrong value."""
+    """Read a torchtune configuration into a Reading.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="torchtune", system="torchtitan")
     reading.put("zero_stage", 3, "FSDP2")
     read_keys(reading, data, "torchtune")
@@ -40,7 +40,9 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
             text = "embedding and head are freed after use, but are counted as kept gathered"
             reading.notes.append(f"{key}: {text}")
     if not is_off(_section(data, "dataset").get("packed")):
-        reading.notes.append("dataset.packed: attention stays inside documents: --document-len")
+        reading.notes.append(
+            "dataset.packed: attention stays inside documents: give --document-len"
+        )
     else:
         note_cap(reading)
     return reading
@@ -52,7 +54,7 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _adapters(reading: Reading, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapters of a model's section by the names of Hugging Face trainers."""
+    """The adapters of a model's section, under the names of Hugging Face trainers."""
     builder = str(model.get("_component_", "")).rpartition(".")[2]
     if not builder.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         return {}

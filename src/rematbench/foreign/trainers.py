@@ -22,13 +22,14 @@ PACKING |= {"batch_flattening"}
 PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
-"""Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
+"""The default of `gradient_checkpointing` by trainer."""
 EARLY = "max_seq_length"
 """A key of TRL before 0.20, which computes whole logits and recomputes only if a key says so."""
 PIECES = "mst:mlp_chunks=1"
-"""A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
-Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
-Entropy (arXiv 2411.09009), whose pieces are smaller."""
+"""The method for a head that is computed in pieces of tokens, as many pieces as the vocabulary is
+times wider than the model: TRL's chunks, Liger's fused linear loss (Liger-Kernel 0.8.5,
+ops/fused_linear_cross_entropy.py) and, with smaller pieces, Cut Cross Entropy (arXiv
+2411.09009)."""
 PLUGINS = {"CutCrossEntropyPlugin": PIECES, **dict.fromkeys(("LigerPlugin", "SwanLabPlugin"), "")}
 """axolotl's plugins that are known, with the pieces of the head; the others are refused."""
 WIDENS = ("TRL", "LLaMA-Factory")
@@ -38,7 +39,8 @@ TASKS = ("pt", "sft")
 
 
 def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
-    """The reading of a TRL, LLaMA-Factory or axolotl file.  ConfigError for a wrong value."""
+    """Read a file of TRL, LLaMA-Factory or axolotl into a Reading.  ConfigError for a wrong
+    value."""
     system = "huggingface-deepspeed" if data.get("deepspeed") else "huggingface-flash"
     reading = Reading(file=file, package=package, system=system)
     flat = {key for key in data if key.startswith("fsdp_") and key != "fsdp_config"}
@@ -61,8 +63,13 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     read_adapters(reading, data)
     optimizer = str(data.get("optim") or data.get("optimizer") or "")
     if optimizer.startswith("paged") and "lora_rank" not in reading.values:
-        text = "its states leave a full device (unified memory), which is not modelled"
+        text = "a full device moves its states to the host, which is not modelled"
         reading.refused.append(f"optim: {optimizer}: {text}")
+    packed = data.get("model_quantization_config")
+    if packed and is_off(_mapping(data, "model_quantization_config_kwargs").get("dequantize")):
+        reading.refused.append(f"model_quantization_config: {packed} (weights stay quantised)")
+    if not is_off(data.get("torch_empty_cache_steps")):
+        reading.notes.append("torch_empty_cache_steps: the time of emptying is not counted")
     _packing(reading, data)
     if reading.package == "Transformers" and "precision" not in reading.values:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
@@ -70,9 +77,9 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
 
 
 def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
-    """Packed documents, whose mean length no file gives.  LLaMA-Factory's `packing` and TRL's
-    strategy `wrapped` let attention cross documents; all other packing keeps it inside them.
-    Without packing, documents are shorter than the longest that the trainer takes."""
+    """Note how documents are packed; no file gives their mean length.  LLaMA-Factory's `packing`
+    and TRL's strategy `wrapped` let attention cross documents; all other packing keeps it inside
+    them. Without packing, samples may be shorter than the sequence length."""
     keys = {key for key in PACKING if not is_off(data.get(key))}
     crossing = data.get("packing_strategy") == "wrapped" or (
         reading.package == "LLaMA-Factory" and is_off(data.get("neat_packing"))
@@ -80,7 +87,7 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
     for key in sorted(keys):
         text = "attention crosses documents, so whole sequences are counted"
         if not crossing:
-            text = "attention stays inside documents: --document-len, else whole sequences"
+            text = "attention stays inside documents: give --document-len, or whole sequences count"
         reading.notes.append(f"{key}: {text}")
     joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py joins texts (group_texts)
     if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
@@ -88,16 +95,14 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def note_cap(reading: Reading) -> None:
-    """Say that a length is an upper bound where nothing packs."""
+    """Note that the sequence length is an upper bound, because samples are not packed."""
     if "seq_len" in reading.values:
-        reading.notes.append(
-            f"{reading.keys['seq_len']}: samples are not packed, so this is a cap, and "
-            "shorter samples need less (--seq-len, --sample-len)"
-        )
+        text = "samples are not packed, so this is a cap, and shorter samples need less"
+        reading.notes.append(f"{reading.keys['seq_len']}: {text} (--seq-len, --sample-len)")
 
 
 def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
-    """The precision of the step, and that of the weights where it is wider."""
+    """Set the precision of the step, and whether weights are fp32 under autocast."""
     for word, precision in PRECISIONS.items():
         value = data.get(word)
         if value not in (AUTO, "full", None) and switch(value, reading.file, word):
@@ -108,10 +113,10 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     weights = weights.removeprefix("torch.")
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
-    scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
+    scaled = reading.get("precision") == "fp16"  # torch's GradScaler needs fp32 gradients
     widened = scaled or (reading.package in WIDENS and not weights)
     kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
-    wide = weights == "float32" or (widened and not kept)  # kept: only adapters are wide
+    wide = weights == "float32" or (widened and not kept)  # if kept, only adapters are fp32
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow:
         reading.put("wide_weights", 1, "dtype")
@@ -121,14 +126,8 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
 
 def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
-    checkpoint: Any = next(
-        (
-            data[key]
-            for key in ("gradient_checkpointing", "use_gradient_checkpointing")
-            if data.get(key) is not None
-        ),
-        data.get("activation_checkpointing"),
-    )
+    keys = ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing")
+    checkpoint: Any = next((data[key] for key in keys if data.get(key) is not None), None)
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
@@ -155,7 +154,7 @@ def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def _mapping(data: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """The first of some sections that is there; a command line has it as a text."""
+    """The first of the sections `names` that is given, which may be a text of a command line."""
     value: Any = next((data[name] for name in names if data.get(name)), {})
     value = yaml.safe_load(value) if isinstance(value, str) else value
     return value if isinstance(value, Mapping) else {}
@@ -175,13 +174,13 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "TRL" and (loss == "chunked_nll" or usual):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
-            reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
+            reading.notes.append("TRL of 2026 computes the loss in chunks (older: loss_type: nll)")
     if loss not in (None, "nll", "chunked_nll"):
         reading.refused.append(f"loss_type: {loss} (this loss is not modelled)")
 
 
 def _task(reading: Reading, data: Mapping[str, Any]) -> None:
-    """Refuse what is not training of one model with one loss."""
+    """Refuse tasks that do not train one model with one loss."""
     stage = str(data.get("stage", "sft"))
     if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
@@ -208,7 +207,7 @@ def merge(reading: Reading, more: Reading) -> None:
     differ."""
     for name, value in more.values.items():
         wins = reading.command and name in reading.values and name != "model"
-        named = name == "model" and more.package == "config.json"  # the file of that name
+        named = name == "model" and more.package == "config.json"  # config.json is that model
         if reading.values.get(name, value) != value and not named:
             here, there = reading.keys.get(name, name), more.keys.get(name, name)
             problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"
@@ -223,7 +222,7 @@ def merge(reading: Reading, more: Reading) -> None:
     wraps = more.package == "accelerate" and more.method is not None  # accelerate's FSDP recomputes
     if reading.method is None or (wraps and reading.method[0] == "keep_all"):
         reading.method = more.method
-    if reading.package != "Megatron":  # whose launch line says which of its stacks runs
+    if reading.package != "Megatron":  # Megatron's launch line decides the stack
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
         getattr(reading, name).extend(getattr(more, name))
@@ -244,12 +243,16 @@ SHARDING |= {"1": 3, "2": 2, "3": 0, "4": 3}
 FSDP_SYSTEM = "torchtitan"
 FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
 FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
+NARROW = {"param_bytes": 2, "grad_bytes": 2, "reduce_bytes": 2}
+NARROW |= {"optimizer_bytes": 4, "late_state_bytes": 4}
+"""States under axolotl's FSDP2 (0.19.0, monkeypatch/accelerate/fsdp2.py, fsdp2_prepare_model): the
+weights stay as they are loaded, where accelerate's own function widens them."""
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
-    """Read FSDP's words and its section; `flat`: keys of the section at the top level.  FSDP2
-    shards all states; `reshard_after_forward: false` keeps the gathered parameters until the
-    backward, as ZeRO-2's gradients with sharded parameters."""
+    """Read FSDP's words and its section; `flat`: keys of the section that stand at the top level.
+    FSDP2 shards all states.  With `reshard_after_forward: false` the gathered parameters stay until
+    the backward, which is read as ZeRO 2."""
     reading.system = FSDP_SYSTEM
     listed = data.get("fsdp") or ()
     words = listed if isinstance(listed, list) else str(listed or "").split()
@@ -274,18 +277,20 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
-        problem = f"{strategy} (allowed: {', '.join(SHARDING)})"
-        raise ConfigError(reading.file, key, problem)
+        raise ConfigError(reading.file, key, f"{strategy} (allowed: {', '.join(SHARDING)})")
     if strategy in ("HYBRID_SHARD", "4"):
         reading.put("inside_node", 1, key)
     reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
-    reading.put("flat_units", str(plain.get("version", 1)) != "2" and "fsdp2" not in words, "fsdp")
+    flat_units = str(plain.get("version", 1)) != "2" and "fsdp2" not in words
+    reading.put("flat_units", flat_units, "fsdp")
+    if reading.package == "axolotl" and not flat_units and not data.get("adapter"):
+        reading.facts |= NARROW if data.get("bf16") or data.get("bfloat16") else {}
     if not is_off(plain.get("activation_checkpointing")):
         reading.method = ("full_recompute", {})
 
 
 def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
-    """The reading of an accelerate configuration.  ConfigError for a wrong value."""
+    """Read an accelerate configuration into a Reading.  ConfigError for a wrong value."""
     kind = str(data.get("distributed_type", "NO")).upper()
     reading = Reading(file=file, package="accelerate", system="huggingface-flash")
     sections = ("deepspeed_config", "fsdp_config")
@@ -316,6 +321,5 @@ def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> N
         return
     zero: dict[str, Any] = {"stage": section.get("zero_stage", 2)}
     for word in ("optimizer", "param"):
-        device = section.get(f"offload_{word}_device", "none")
-        zero[f"offload_{word}"] = {"device": device}
+        zero[f"offload_{word}"] = {"device": section.get(f"offload_{word}_device", "none")}
     read_zero(reading, zero, "deepspeed_config.zero_")

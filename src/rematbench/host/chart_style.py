@@ -1,7 +1,7 @@
 """The style of every figure: sizes for a paper's column, colours and hatches.  Fonts and lines are
 in config/figures.mplstyle.
 
-The colours are those of Okabe and Ito (2008), which are distinct under all common colour-vision
+Okabe and Ito (2008) chose these colours to stay distinct under all common colour-vision
 deficiencies.  Series also differ in marker or hatch, so that a grey print is readable.
 """
 

@@ -23,8 +23,8 @@ class CommandError(UserError):
 
 
 def console(*, error: bool = False) -> Console:
-    """A console on stdout or stderr; off a terminal it writes ASCII without colour, as wide as
-    COLUMNS says or of a fixed width."""
+    """A console on stdout or stderr.  If the output is not a terminal, the console writes ASCII
+    without colour, COLUMNS (else PIPED_WIDTH) characters wide."""
     stream = sys.stderr if error else sys.stdout
     if stream.isatty():
         return Console(file=stream, highlight=False)
@@ -48,8 +48,8 @@ def align_left(table: Table, *indices: int) -> Table:
 
 
 def print_uncut(out: Console, table: Table) -> None:
-    """Print a `grid` of numbers without cutting a cell.  If the table is wider than the console, it
-    loses its frame; if it is still too wide, it exceeds the console's width.  Headings fold."""
+    """Print a `grid` of numbers without cutting a cell.  A table that is wider than the console
+    loses its frame; if it is still too wide, it exceeds the console.  Headings are wrapped."""
     numbers = [
         max((len(line) for cell in column.cells for line in str(cell).split("\n")), default=0)
         for column in table.columns
@@ -66,7 +66,7 @@ def print_uncut(out: Console, table: Table) -> None:
 
 
 def plain(text: str) -> Text:
-    """The text without markup: brackets stay brackets."""
+    """The text as rich prints it literally: square brackets are not read as markup."""
     return Text(text)
 
 
@@ -92,7 +92,7 @@ def rounded(value: float) -> str:
 
 
 def worded(value: object) -> str:
-    """A setting's value in words: six significant digits, lists in brackets."""
+    """A setting's value as text: floats with six significant digits, lists in brackets."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
@@ -101,8 +101,8 @@ def worded(value: object) -> str:
 
 
 def rich_table(table: TableText) -> Table:
-    """A table for the terminal, with the same cells as its Markdown; a column of words is aligned
-    to the left."""
+    """A table for the terminal, with the same cells as its Markdown form.  Columns of words are
+    aligned to the left, and a long text that repeats the row above becomes a ditto mark."""
     cells = [{row[at] for row in table.rows} - {"-"} for at in range(len(table.heads))]
     words = [at for at, texts in enumerate(cells) if not all(map(NUMBER.fullmatch, texts))]
     shown = align_left(grid(*table.heads, title=table.title), *words)
@@ -117,7 +117,8 @@ def rich_table(table: TableText) -> Table:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr (none off a terminal), moved by a function of (done, total)."""
+    """Show a progress bar on stderr if that is a terminal, and yield the function of (done, total)
+    that moves it."""
     from rich import progress  # noqa: PLC0415  # most commands have no such bar
 
     err = console(error=True)

@@ -1,5 +1,6 @@
-"""Structs whose fields declare themselves: the type of a field with its range, its default, the
-sentence below it in the source, and a `Fact` where its option or its column is unlike its name."""
+"""Structs from whose fields options, help texts and table columns are made.  A field declares its
+type and range, its default, a sentence below it in the source, and a `Fact` if its option or
+column does not follow from its name."""
 
 import ast
 import inspect
@@ -18,10 +19,10 @@ T = TypeVar("T", bound=Struct)
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """What a field declares beside its type.  `option`: its option on a command line (empty: its
-    name with dashes); `metavar`: the word for its value in the help; `column`: whether the rows of
-    tables have it always, where its value is given (unlike the default), or in a way of their
-    own."""
+    """What a field declares in addition to its type.  `option`: its command-line option (empty: the
+    field's name with dashes); `metavar`: the placeholder for its value in the help; `column`:
+    whether a table has the field always, only if its value is not the default (`given`), or in
+    columns that the table itself defines (`own`)."""
 
     option: str = ""
     metavar: str = ""
@@ -29,9 +30,9 @@ class Fact(Struct, frozen=True, kw_only=True):
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of another struct under a name of their own.  A file, a command line and keywords have
-    them beside the other fields of that struct (`nested`, `flat`).  A struct is a part if Part is a
-    base of its own, so that what a part's subclass adds stays with it."""
+    """The base of a struct that groups some fields of a larger struct.  Files, command lines and
+    keyword arguments do not show the group: they list its fields beside those of the larger struct
+    (`nested` and `flat` convert).  Only direct subclasses of Part are parts."""
 
 
 @cache
@@ -52,7 +53,7 @@ def facts(kind: type[Struct]) -> dict[str, FieldInfo]:
 
 
 def flat(value: Struct) -> dict[str, Any]:
-    """The values of a struct and of its parts, by name."""
+    """The values of a struct's fields and of its parts' fields, by name."""
     found: dict[str, Any] = {}
     for name in value.__struct_fields__:
         one = getattr(value, name)
@@ -61,15 +62,15 @@ def flat(value: Struct) -> dict[str, Any]:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The struct with these values, which `flat` gives back; TypeError for a missing or unknown
-    one."""
+    """The struct with these flat values (the inverse of `flat`); TypeError for a missing or unknown
+    name."""
     whole = nested(values, kind)
     whole |= {name: made(part, whole[name]) for name, part in parts(kind).items()}
     return kind(**whole)
 
 
 def nested(values: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
-    """Values by name, as a file or keywords have them, with those of each part in a mapping."""
+    """Flat values regrouped: the values of each part move into a mapping under the part's name."""
     left, found = dict(values), {}
     for name, part in parts(kind).items():
         if name not in left:
@@ -78,7 +79,7 @@ def nested(values: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
 
 
 def nested_inside(data: Any, hint: Any) -> Any:
-    """Plain data of the type `hint` with `nested` values wherever the type has parts."""
+    """Plain data of the type `hint`, regrouped by `nested` at every struct inside it."""
     if isinstance(hint, type) and issubclass(hint, Struct) and isinstance(data, dict):
         inner = {field.name: field.type for field in fields(hint)}
         data = nested(data, hint)
@@ -89,8 +90,8 @@ def nested_inside(data: Any, hint: Any) -> Any:
 
 
 def without_parts(path: str, hint: Any) -> str:
-    """The path of a value in data of the type `hint` (`problems[0].degrees.tp`), as the data have
-    it, without the names of parts."""
+    """A path such as `problems[0].degrees.tp` in data of the type `hint`, without the names of
+    parts, which the user's file does not contain."""
     while get_origin(hint) in (tuple, list):
         hint = get_args(hint)[0]
     if not (isinstance(hint, type) and issubclass(hint, Struct)):
@@ -102,7 +103,8 @@ def without_parts(path: str, hint: Any) -> str:
 
 
 def flat_inside(value: Any) -> Any:
-    """A value for an encoder: the fields of parts stand beside those of their struct."""
+    """A value for an encoder, in which the fields of parts are listed beside those of their
+    struct."""
     if isinstance(value, Struct):
         return {name: flat_inside(one) for name, one in flat(value).items()}
     return value
@@ -112,12 +114,12 @@ def flat_inside(value: Any) -> Any:
 
 
 def fact(field: FieldInfo) -> Fact:
-    """What a field declares beside its type."""
+    """The `Fact` of a field, or the default Fact."""
     return next((one for one in _metadata(field.type) if isinstance(one, Fact)), Fact())
 
 
 def _metadata(hint: Any) -> Iterator[object]:
-    """What Annotated adds to a type or to the members of a union."""
+    """The metadata that Annotated adds to a type, or to the members of a union."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
         hint = hint.__origin__
@@ -126,8 +128,8 @@ def _metadata(hint: Any) -> Iterator[object]:
 
 
 def plain_type(field: FieldInfo) -> Any:
-    """The type of a field without its range and without None; of a union, the first type.  A choice
-    of whole numbers is int."""
+    """The type of a field without its range and without None.  A union counts as its first type, a
+    Literal of whole numbers as int."""
     hint = _plain(field.type)
     return int if _numbers(hint) else hint
 
@@ -141,13 +143,13 @@ def _plain(hint: Any) -> Any:
 
 
 def _numbers(hint: Any) -> list[int]:
-    """The values of a choice of whole numbers; none of other types."""
+    """The values of a Literal of whole numbers; empty for other types."""
     return [one for one in get_args(hint) if isinstance(one, int)]
 
 
 def limits(field: FieldInfo) -> tuple[float | None, float | None]:
-    """The least and the largest whole number of a field, and the least of another number; None
-    where it has no bound."""
+    """The lower and upper bound of a field's value, None where there is no bound.  Only whole
+    numbers get an upper bound."""
     if numbers := _numbers(_plain(field.type)):
         return min(numbers), max(numbers)
     for one in _metadata(field.type):
@@ -159,7 +161,8 @@ def limits(field: FieldInfo) -> tuple[float | None, float | None]:
 
 
 def columns(value: Struct) -> dict[str, Any]:
-    """The values of a struct that every row of a table has, and those that are given."""
+    """The values of a struct that a table row shows: those of columns that are always there, and
+    those that differ from their default."""
     found = {}
     for field in facts(type(value)).values():
         when, one = fact(field).column, getattr(value, field.name)
@@ -170,8 +173,8 @@ def columns(value: Struct) -> dict[str, Any]:
 
 @cache
 def sentences(kind: type[Struct]) -> dict[str, str]:
-    """The sentences below the fields of a struct, of its parts and of its bases, by name, as one
-    line each; a field without sentences is left out.  Reads the source files."""
+    """The docstring below each field of a struct, its parts and its bases, by name, on one line.
+    Fields without a docstring are left out.  Reads the source files."""
     found: dict[str, str] = {}
     for cls in reversed(kind.__mro__):
         if issubclass(cls, Struct) and cls is not Struct:
@@ -182,8 +185,8 @@ def sentences(kind: type[Struct]) -> dict[str, str]:
 
 
 def _below_fields(cls: type) -> dict[str, str]:
-    """The sentences of a class, by field; only its lines are parsed, which takes a tenth of the
-    time of its file."""
+    """The docstrings of a class's fields.  Only the lines of the class are parsed, which takes a
+    tenth of the time that the whole file would."""
     text = inspect.getsource(sys.modules[cls.__module__])
     lines = re.search(rf"^class {cls.__name__}\b.*?(?=^[A-Za-z_@#]|\Z)", text, re.S | re.M)
     assert lines is not None

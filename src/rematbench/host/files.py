@@ -1,4 +1,4 @@
-"""Atomic writes, and temporary folders through which the processes of one run exchange files."""
+"""Atomic file writes, and temporary folders for files that the processes of a run exchange."""
 
 import os
 import signal
@@ -27,16 +27,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def scratch(prefix: str = "rematbench-", place: Path | None = None) -> Iterator[Path]:
-    """A new folder (in `place`, or where temporary files are) that is removed when the block ends,
-    also after an error or SIGTERM.  Schedulers and `kill` send SIGTERM, whose default action would
-    leave the folder behind."""
+    """A new folder (in `place`, by default in the system's folder for temporary files).  It is
+    removed when the block ends, also after an error or after SIGTERM, whose default action would
+    leave it behind."""
     with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
         yield Path(name)
 
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit; only in the main thread and where no other handler is set."""
+    """Turn SIGTERM into SystemExit inside the block; does nothing outside the main thread or if
+    another handler is set."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

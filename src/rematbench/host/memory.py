@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """The memory figures of this host in /proc/meminfo, by name, in bytes."""
+    """The entries of /proc/meminfo by name, in bytes."""
     found = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, rest = line.partition(":")
@@ -17,8 +17,8 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 def cgroup_limit(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """The lowest memory limit of this process's control groups (v2 or v1) and their parents, in
-    bytes; -1 without a limit."""
+    """The lowest memory limit in bytes that this process's control groups (v1 or v2) and their
+    parents set; -1 without a limit."""
     limits = []
     try:
         lines = membership.read_text(encoding="ascii").splitlines()
@@ -49,8 +49,8 @@ def _limit(path: Path) -> int:
 
 
 def free_bytes() -> int:
-    """Bytes that this process and its children may still use: the host's available memory, at most
-    the control groups' limit; -1 if the kernel does not report it."""
+    """Bytes that this process and its children may still use: the host's available memory, capped
+    at the limit of the control groups; -1 if the kernel does not report it."""
     try:
         found = meminfo().get("MemAvailable", -1)
     except OSError:

@@ -1,7 +1,7 @@
-"""The processes of one job's ranks on this machine, and the errors that failing ranks write.
+"""Run the ranks of a job as processes on this machine, and find the error that came first.
 
-A rank writes its error next to the record, because the rank that writes the record may know only
-that another rank has ended, and no exit code tells which rank failed first.
+A failing rank writes its error into a file next to the record.  The rank that writes the record may
+see only that a peer has ended, and exit codes do not show which rank failed first.
 """
 
 import multiprocessing as mp
@@ -18,7 +18,7 @@ from rematbench.host.files import write_atomically
 
 POLL_S = 0.02
 ERROR_GRACE_S = 10.0
-"""Seconds in which a rank must end after its error: on CUDA its own kernels may hang."""
+"""Seconds that a rank gets to exit after it wrote an error; on CUDA its own kernels may hang."""
 RecordStatus = Literal["ok", "oom", "unsupported", "failed"]
 """The statuses of a record."""
 
@@ -27,11 +27,11 @@ KILLED = "a process was killed by signal 9, probably because host memory ran out
 """The most common cause of signal 9 is the kernel's out-of-memory killer."""
 ABORTED = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
 PEER_ERROR_WORDS = ("onnection", "imed out", "imeout")
-"""Words in the message of an error that another process caused."""
+"""Parts of error messages that a rank raises because a peer has ended."""
 
 
 class RankError(Struct, frozen=True):
-    """A rank's error: a status (`failed`, `oom`, `nan`) and one line with the reason."""
+    """Why a rank failed: a status (`failed`, `oom`, `nan`, `timeout`) and the reason in a line."""
 
     status: str
     reason: str
@@ -43,13 +43,13 @@ class RankError(Struct, frozen=True):
 
 
 def error_of_exit(code: int | None) -> RankError | None:
-    """The error of a process that signal 9 killed, which could not write one; None for other exit
-    codes."""
+    """The error of a process that signal 9 killed, because such a process cannot write an error
+    file; None for other exit codes."""
     return RankError("oom", KILLED) if code == -signal.SIGKILL else None
 
 
 def error_of_exits(codes: Sequence[int | None]) -> RankError:
-    """The error of a failed job from the exit codes of its ranks; a killed rank comes first."""
+    """The error of a failed job by the exit codes of its ranks; a killed rank takes precedence."""
     dead = [(rank, code) for rank, code in enumerate(codes) if code]
     for rank, code in dead:
         killed = error_of_exit(code)
@@ -61,16 +61,16 @@ def error_of_exits(codes: Sequence[int | None]) -> RankError:
 
 
 def error_of_job(error_files: Iterable[Path], failure: RankError) -> RankError:
-    """The first cause among the errors that ranks wrote and the error of a killed rank; if there
-    is none, `failure`, the error from the exit codes.  An error file has a status, a reason and
-    possibly more lines."""
+    """The probable first cause of a failure: among the errors that ranks wrote (a status line, a
+    reason line, possibly more lines) and the kill of a rank; without those, `failure`, the error
+    from the exit codes."""
     killed = [failure] if failure.status == "oom" else []
     return first_cause([*_read(error_files), *killed]) or failure
 
 
 def record_status(status: str, reason: str) -> tuple[RecordStatus, str]:
-    """Return (status, reason) for a record.  A record has fewer statuses than a rank: `nan` and
-    `timeout` become `failed`, and the reason then starts with their name."""
+    """The (status, reason) of a record.  Records have fewer statuses than ranks: `nan` and
+    `timeout` become `failed`, with their name at the start of the reason."""
     if status in ("nan", "timeout"):
         return "failed", f"{status}: {reason}"
     return msgspec.convert(status, RecordStatus), reason
@@ -100,7 +100,7 @@ def _read(paths: Iterable[Path]) -> list[RankError]:
 
 
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
-    """The error that probably came first: an error that does not report the end of another rank."""
+    """The error that probably came first: preferably one that does not report a peer's end."""
     return min(errors, key=lambda error: error.is_secondhand, default=None)
 
 
@@ -115,9 +115,8 @@ def run_ranks(
     folder: Path,
     timeout_s: float,
 ) -> RankError:
-    """Run `target` in a process for each rank, and end all processes.  Return the error for
-    any rank whose result is missing.  Ranks write results (`*.pt`) and errors (`*.error`) into
-    `folder`."""
+    """Run `target` in one process per rank, end all processes, and return the error to report for
+    ranks without a result.  Ranks write results (`*.pt`) and errors (`*.error`) into `folder`."""
     context = mp.get_context(start)
     processes: list[Any] = []
     try:
@@ -135,12 +134,12 @@ def run_ranks(
 
 
 def watch(processes: Sequence[Any], folder: Path, timeout_s: float) -> RankError:
-    """Wait until all processes are done, one has died, or no result arrives within `timeout_s`."""
+    """Wait until all processes are done, one has died, or no new result came for `timeout_s`."""
     seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
         if any(codes):
-            time.sleep(10 * POLL_S)  # meanwhile other ranks may write their reason, or be killed
+            time.sleep(10 * POLL_S)  # gives the other ranks time to write errors or be killed
             return error_of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without a result")

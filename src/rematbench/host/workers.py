@@ -1,9 +1,9 @@
 """Worker processes with a limit of CPU seconds per task.
 
-Processes are forked from a server that has imported only the modules that workers run.  So further
-workers import nothing, and no thread or lock of this process is copied.  The limit counts CPU
-seconds, so that a busy machine does not change which tasks end.  A planner's solver may ignore
-signals, so the kernel ends its process (RLIMIT_CPU) and a new process continues.
+Workers are forked from a server process that has imported their modules: a new worker imports
+nothing, and no thread or lock of this process is copied.  The limit counts CPU seconds, so that a
+busy machine does not change which tasks finish.  A solver may ignore signals, so the kernel ends
+its process (RLIMIT_CPU), and a new process takes over.
 """
 
 import gc
@@ -31,8 +31,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_server(module: str) -> None:
-    """Start the fork server, which imports `module` (the module of the workers' `start`); nothing
-    happens if a server runs.  After an early call the import runs in parallel with the caller."""
+    """Start the fork server, which imports `module` (where the workers' `start` is defined), unless
+    a server runs already.  Call it early so that the import overlaps with the caller's work."""
     with _no_main():
         _CONTEXT.set_forkserver_preload([module])
         ensure_running()
@@ -57,8 +57,8 @@ class _Worker(Generic[T]):
         self.connection.send(task)
 
     def end(self) -> NoAnswer:
-        """End the process if it still runs.  The result is `late` if the kernel ended it at its CPU
-        limit, otherwise `died`."""
+        """End the process if it still runs.  Return `late` if the kernel ended it at its CPU limit,
+        otherwise `died`."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -67,8 +67,8 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _no_main() -> Iterator[None]:
-    """Hide the main module.  Otherwise a new process would import it, and so run the user's script
-    or the command line a second time."""
+    """Hide the main module, because a new process would import it and so run the user's script or
+    the command line a second time."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -78,7 +78,7 @@ def _no_main() -> Iterator[None]:
 
 
 def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
-    """Run in the worker process: answer tasks until the parent closes the connection."""
+    """The main loop of a worker process: answer tasks until the parent closes the connection."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGXCPU would leave a core file
     try:
         work = start(*args)
@@ -119,8 +119,8 @@ class Pool(Generic[T, R]):
         self._hand_out()
 
     def run(self) -> Iterator[tuple[T, R | NoAnswer]]:
-        """Yield (task, answer) in order of completion; for a task without an answer, `late` or
-        `died` instead.  The processes wait for further tasks until `close`."""
+        """Yield (task, answer) in order of completion; the answer of a task whose process ended is
+        `late` or `died`.  Processes stay ready for further tasks until `close`."""
         try:
             while self.waiting or self._busy():
                 self._hand_out()
@@ -162,13 +162,13 @@ class Pool(Generic[T, R]):
 
 
 def collect_rarely() -> None:
-    """Make garbage collections rare.  Programs are large and have no cycles; scanning them would
-    take a quarter to a half of a command's time and free nothing."""
+    """Make garbage collections rare.  Lowered programs are large and have no reference cycles, so a
+    scan frees nothing, and scans would take a quarter to a half of a command's time."""
     gc.set_threshold(10_000_000, 50, 50)
 
 
 def lost_reason(why: NoAnswer, limit_s: int) -> str:
-    """Explain why a worker gave no result for a candidate, which had `limit_s` CPU seconds."""
+    """Why a worker returned no plan within `limit_s` CPU seconds, for a table."""
     if why == "died":
         return "the worker process died"
     return f"planning took more than {limit_s} CPU seconds (raise --limit)"

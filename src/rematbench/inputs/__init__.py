@@ -1,1 +1,1 @@
-"""Model, cluster, system, layout and workload of a problem, read from files and checked."""
+"""What a user states of a job (model, cluster, stack, layout, workload), read and checked."""

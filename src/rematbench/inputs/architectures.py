@@ -1,4 +1,4 @@
-"""The architectures of Hugging Face config.json files, as config/architectures.yaml has them."""
+"""How the architectures of Hugging Face are read, as declared in config/architectures.yaml."""
 
 from functools import cache
 from typing import Any, Literal
@@ -11,9 +11,9 @@ from rematbench.inputs.paths import data_dir
 
 
 class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layers that attend to a window: all except the last (with `first_full`: the first) of
-    every `full_every` layers (0: all), or all from the layer number in the key `full_before`.
-    `switch`: the key that must be true for any window."""
+    """Which layers attend to a window: all but the last (with `first_full`: the first) of every
+    `full_every` layers (0: all layers), or all layers from the number in the key `full_before` on.
+    `switch`: a key that must be true, otherwise no layer has a window."""
 
     full_every: int | None = None
     first_full: bool = False
@@ -22,10 +22,10 @@ class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which layers have experts: all but the first ones (their number is the value of the key
-    `after`), those after the layer in the key `until` and those that the key `but` lists, and of
-    these each whose number, from 1, is a multiple of the value of the key `every`.  A file that
-    gives the kind of each layer (`mlp_layer_types`) decides by itself."""
+    """The keys that say which layers have experts.  Dense are the first layers (as many as the key
+    `after` says), the layers after the one in the key `until`, and those that the key `but` lists.
+    Of the others, those whose number (from 1) is a multiple of the key `every` have experts.  The
+    key `mlp_layer_types`, which gives the kind of each layer, takes precedence."""
 
     after: str = ""
     until: str = ""
@@ -34,15 +34,15 @@ class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class When(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a Model that hold if keys of the config have the values of `condition`."""
+    """Fields of a Model that are set if all keys of `condition` have these values in the config."""
 
     condition: dict[str, Any] = field(name="if")
     facts: dict[str, Any]
 
 
 class Only(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The only supported value of a key (or the key whose value it must equal); `otherwise` names
-    the feature that another value requests."""
+    """The only supported value of a key: `value`, or that of the key `same_as`.  `otherwise` names
+    the unsupported feature that another value requests."""
 
     value: Any = None
     same_as: str = ""
@@ -50,7 +50,7 @@ class Only(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the config of a `model_type` gives the facts of a Model (config/architectures.yaml)."""
+    """How the config of a `model_type` is read as a Model (keys: config/architectures.yaml)."""
 
     like: str = ""
     gated: bool | None = None
@@ -69,8 +69,8 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys that architectures share, and the words in their values, as config/huggingface.yaml
-    has them."""
+    """The config keys that architectures share, and the meaning of their values
+    (config/huggingface.yaml)."""
 
     shape: dict[str, tuple[str, ...]]
     optional: dict[str, tuple[str, ...]]
@@ -90,14 +90,14 @@ class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def common() -> Common:
-    """What the architectures share."""
+    """The keys that all architectures share."""
     label = "config/huggingface.yaml"
     return convert(read_mapping(data_dir("config") / "huggingface.yaml", label), Common, label)
 
 
 @cache
 def architectures() -> dict[str, Architecture]:
-    """The architectures by `model_type`, each with the entries that it extends."""
+    """The architectures by `model_type`, each merged with the entry that it extends (`like`)."""
     label = "config/architectures.yaml"
     entries = read_mapping(data_dir("config") / "architectures.yaml", label)["architectures"]
     found: dict[str, Architecture] = {}
@@ -108,8 +108,8 @@ def architectures() -> dict[str, Architecture]:
 
 
 def _extended(base: Architecture, own: Architecture) -> Architecture:
-    """The entry `own` on top of `base`: a field of a Model that `own` gives, in any way, replaces
-    the base's."""
+    """The entry `base` extended by `own`, which takes precedence for every Model field that it
+    sets as a fact or by a key."""
     said = {*own.facts, *own.keys}
     parts: dict[str, Any] = {
         "facts": {k: v for k, v in base.facts.items() if k not in said} | own.facts,

@@ -1,4 +1,4 @@
-"""The cluster: GPUs, the links inside a node, the network between nodes, host memory."""
+"""The cluster: GPUs, links inside a node, the network between nodes, host memory."""
 
 from typing import Annotated
 
@@ -16,28 +16,28 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
     `host_bytes`: host memory of one node.
-    `nvlink_domain`: GPUs that one NVLink fabric connects (None: those of a node).  Host memory,
-    NICs and PCIe stay those of a node.
-    `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which are outside
+    `nvlink_domain`: GPUs that one NVLink fabric connects (None: the GPUs of a node).  Host memory,
+    NICs and PCIe are per node in any case.
+    `non_torch_bytes`: measured device bytes of driver, CUDA context and NCCL, which are outside
     torch's allocator (None: computed from the layout by costs/states.py).
     `pcie_gpus_per_link`: GPUs that share one host link; a single rank on a link gets its full rate.
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
     opposite direction runs.  Published only for A100; for PCIe 5 (Hopper and Blackwell) measured on
     one H200 (results/measured/gpu).
-    `put_s`: seconds in which a proxy on the host sends a token of DeepEP or HybridEP to another
+    `put_s`: seconds that a proxy on the host needs to send a token of DeepEP or HybridEP to another
     node for one GPU (0: GPUs send by themselves, at the rate of the NIC).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
-    `host_other_bytes`: host bytes of a node that a training job does not account for: the system's,
-    the processes' own, the page cache (None: an estimate, costs/bind.py, `host_room_bytes`).
-    `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
+    `host_other_bytes`: host bytes per node that the system, the processes themselves and the page
+    cache take (None: estimated by `host_room_bytes` in costs/bind.py).
+    `host_update_parameters_per_s`: parameters per second that all ranks of a node together update
     if AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with an
     optimizer in host memory then have bytes but no time).
     `fp32_flop_per_s`, `tf32_flop_per_s`, `fp64_flop_per_s`: dense peak of matrix products in these
-    precisions (None: the generation's share of `peak_flop_per_s`, which is that of 16 bits).
-    `roofline`: no rate of this GPU is published: its kernels run at the shares of the generation's
-    peaks, and a band is that of a GPU that no row has.
-    `constants`: names of entries of config/calibration.yaml for this cluster, of which the first
-    existing entry applies (load.py sets the field).
+    precisions (None: the generation's share of `peak_flop_per_s`, the dense peak in 16 bits).
+    `roofline`: no rates are published for this GPU, so kernels run at the generation's shares of
+    the peaks, and predictions get the wide band of an unknown GPU.
+    `constants`: names of entries of config/calibration.yaml, of which the first existing one
+    applies to this cluster (load.py sets the field).
     """
 
     name: str
@@ -71,19 +71,19 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def flop_per_byte(self) -> float:
-        """The balance of the GPU: dense 16-bit FLOP/s over HBM bytes/s."""
+        """The machine balance of the GPU: dense 16-bit FLOP/s over HBM bytes/s."""
         return self.peak_flop_per_s / self.hbm_bytes_per_s
 
     @property
     def node_network_bytes_per_s(self) -> float:
-        """The rate of all NICs of one node together, per direction."""
+        """The summed rate of a node's NICs, per direction."""
         return self.nics_per_node * self.nic_bytes_per_s
 
     def domain(self, gpus: int) -> int:
-        """The GPUs of a job of `gpus` GPUs in one NVLink domain.
+        """How many GPUs of a job with `gpus` GPUs share an NVLink domain.
 
-        A job that does not fill whole domains has equal parts in all of its domains: as many whole
-        nodes in each as divide the job (Slurm's `--segment` of topology/block)."""
+        A job that does not fill whole domains is spread equally over several: each gets the most
+        whole nodes that divide the job (`--segment` of Slurm's topology/block)."""
         node, most = self.gpus_per_node, self.nvlink_domain or self.gpus_per_node
         if gpus <= most or gpus % most == 0:
             return most
@@ -95,7 +95,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def socket_bytes_per_s(self, ranks: int) -> float:
         """One GPU's share of its socket's memory rate, with `ranks` ranks on a node.  Ranks fill
-        the sockets in order, so the first socket has as many ranks as it has GPUs."""
+        the sockets in order, so the first socket is the most shared."""
         if self.dram_bytes_per_s is None:
             return float("inf")
         return self.dram_bytes_per_s / min(ranks, -(-self.gpus_per_node // self.numa_nodes))

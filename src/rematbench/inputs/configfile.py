@@ -1,8 +1,8 @@
 """Strict reading of configuration files: every number has a source, and every error is one line.
 
-A value is plain, `{value: V, source: "..."}`, `{value: V, fitted: "..."}` or, if nobody has read it
-and it is only the usual value, `{value: V, assumed: "..."}`.  A `source:` at the top level of a
-file covers the plain values of that file.
+A value is plain, `{value: V, source: "..."}`, `{value: V, fitted: "..."}` or, if it is only the
+usual value and no source states it, `{value: V, assumed: "..."}`.  A `source:` at the top level of
+a file covers the plain values of that file.
 """
 
 import difflib
@@ -24,36 +24,45 @@ from rematbench.inputs.paths import data_dir
 
 T = TypeVar("T", bound=Struct)
 _KINDS = ("source", "fitted", "assumed")
-"""The words with which a value says where it is from."""
+"""The keys that may state the origin of a value."""
 ASSUMED = "assumed: "
 """Start of the source of a value that nobody has read: it is the usual one."""
+FEW = 8
+"""An error names all allowed words if there are at most so many and none is similar."""
 
 
 class ConfigError(UserError):
-    """A wrong configuration; the message is one line: file, key path, allowed values."""
+    """A wrong configuration.  The message is one line with the file, the key and the problem."""
 
     def __init__(self, file: str, key: str, problem: str) -> None:
         super().__init__(": ".join(part for part in (file, key, problem) if part))
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads `9.895e14` as a number (YAML 1.2) and refuses a key given twice."""
+    """A YAML loader that reads `9.895e14` as a number (YAML 1.2) and refuses duplicate keys and
+    aliases that contain themselves."""
 
 
 class _ShippedLoader(yaml.CSafeLoader):
-    """The same rules on libyaml, which is six times faster.  Only for shipped files: its error
-    messages are less precise, and deep nesting can exhaust its stack."""
+    """A loader with the same rules on libyaml, which is six times faster.  It reads only shipped
+    files: its error messages are less precise, and deep nesting can exhaust its stack."""
 
 
+_RECURSIVE = ("found unconstructable recursive node", "an alias contains itself")
+"""PyYAML's message for a mapping or list inside itself, and ours."""
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 MERGE = "tag:yaml.org,2002:merge"
+
+
+def _sequence(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)  # at once: a list in itself is then an error
 
 
 def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[object] = set()
     for key_node, _ in node.value:
         if key_node.tag == MERGE:
-            continue  # a merged anchor adds only keys that the mapping does not have
+            continue  # a merged anchor only adds keys, so it cannot repeat one
         key = loader.construct_object(key_node)
         twice = isinstance(key, Hashable) and key in seen
         if twice or not isinstance(key, Hashable):
@@ -71,11 +80,12 @@ def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode)
 for each in (_Loader, _ShippedLoader):
     each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     each.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+    each.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _sequence)
 
 
 def closest(word: str, allowed: Iterable[str]) -> str:
     """A did-you-mean clause for `word`; empty if no allowed word is similar.  Case is ignored.
-    Words that begin with `word` go first, then words of its family (the text before a hyphen)."""
+    Preferred are words that begin with `word`, then words with the same text before a hyphen."""
     by_lower = {name.lower(): name for name in sorted(allowed, reverse=True)}
     low = word.lower()
     longer = sorted(name for name in by_lower if low and name.startswith(low))
@@ -89,7 +99,7 @@ def closest(word: str, allowed: Iterable[str]) -> str:
 
 
 def require_unique(names: Sequence[str], label: str, key: str) -> None:
-    """ConfigError if a name occurs twice in `names` (the names of the entries under `key`)."""
+    """ConfigError if a name occurs twice in `names`, the names of the entries under `key`."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(label, key, f"name {twice!r} appears twice")
@@ -98,12 +108,13 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
 def require_among(
     names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
 ) -> None:
-    """ConfigError for the first of `names` that is not in `allowed`.  `where` is (file, key, kind),
-    where `kind` is the word for a named thing (`problem`)."""
+    """ConfigError for the first of `names` that is not in `allowed`, with the closest allowed name
+    or the few that there are.  `where`: (file, key, the word for a named thing, as `problem`)."""
     label, key, kind = where
     for name in names:
         if name not in allowed:
-            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
+            few = f" (known: {', '.join(allowed)})" if len(allowed) <= FEW else ""
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed) or few}")
 
 
 def read_text(path: Path, label: str) -> str:
@@ -122,19 +133,17 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
         data = _json(text) if path.suffix == ".json" else _yaml(path, text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(label, "", _syntax_problem(error)) from error
-    if _circular(data, set(), set()):
-        raise ConfigError(label, "", "an alias contains itself")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(label, "", "the top level must be a mapping of names to values")
     return data
 
 
 class _GivenTwice(ValueError):
-    """A key of a JSON mapping is given twice."""
+    """A JSON mapping has a duplicate key."""
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; ValueError for invalid JSON and for a key given twice."""
+    """The value of a JSON text; ValueError for invalid JSON and for duplicate keys."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -160,29 +169,15 @@ def _syntax_problem(error: Exception) -> str:
         return f"line {error.lineno}: {error.msg}"
     if isinstance(error, yaml.MarkedYAMLError):
         line = error.problem_mark.line + 1 if error.problem_mark else 0
-        return f"line {line}: {error.problem or 'not valid YAML'}"
+        problem = (error.problem or "not valid YAML").replace(*_RECURSIVE)
+        return f"line {line}: {problem}"
     if isinstance(error, _GivenTwice):
         return str(error)
     return f"cannot be read ({' '.join(str(error).split())})"
 
 
-def _circular(value: object, above: set[int], done: set[int]) -> bool:
-    """Whether a mapping or list contains itself.  `above` and `done` hold the ids of the enclosing
-    containers and of the visited containers."""
-    if not isinstance(value, dict | list) or id(value) in done:
-        return False
-    if id(value) in above:
-        return True
-    above.add(id(value))
-    inside = value.values() if isinstance(value, dict) else value
-    found = any(_circular(item, above, done) for item in inside)
-    above.discard(id(value))
-    done.add(id(value))
-    return found
-
-
 def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(plain values, sources), each by key; ConfigError for a number without a source."""
+    """(plain values, sources) by key; ConfigError for a number without a source."""
     everywhere = data.get("source", "")
     if not isinstance(everywhere, str):
         raise ConfigError(label, "source", "expected a string")
@@ -207,7 +202,7 @@ def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[s
 
 
 def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
-    """(value, source) of one key, which is written plainly or as a mapping."""
+    """(value, source) of an entry, which is a plain value or a mapping with both."""
     if not isinstance(entry, dict):
         return entry, ""
     kind = next((word for word in _KINDS if word in entry), "")
@@ -219,8 +214,8 @@ def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
 
 
 def source_of(entry: Mapping[str, Any], label: str = "", key: str = "") -> str:
-    """The source of a sourced value as one text, which says whether the value is fitted or assumed;
-    ConfigError for a source without words."""
+    """The source of a value that is written as a mapping, prefixed by `fitted:` or `assumed:` if
+    that is its origin; ConfigError for an empty source."""
     kind = next(word for word in _KINDS if word in entry)
     text = entry[kind]
     if not isinstance(text, str) or not text.strip():
@@ -229,15 +224,15 @@ def source_of(entry: Mapping[str, Any], label: str = "", key: str = "") -> str:
 
 
 def _has_number(value: object) -> bool:
-    """Whether a value is, or is a list that contains, a number or a switch."""
+    """Whether a value is a number or a boolean, or a list that contains one."""
     if isinstance(value, list | tuple):
         return any(_has_number(item) for item in value)
     return isinstance(value, int | float)
 
 
 def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
-    """The struct of type `kind` with these plain values; ConfigError for an unknown key or a wrong
-    type, with the key and the allowed values."""
+    """The struct of type `kind` with these plain values.  ConfigError for an unknown key or a value
+    of a wrong type, with the key and the allowed values."""
     fields = [field.encode_name for field in facts(kind).values()]
     for key in data:
         if key not in fields:
@@ -254,8 +249,8 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
 
 
 def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
-    """(field, problem) of the first field whose value has a wrong type; None if all are right.
-    It checks structs that code constructs; msgspec itself checks types only when it reads files."""
+    """(field, problem) of the first field whose value has a wrong type; None if there is none.  For
+    structs that code constructs, because msgspec checks types only when it decodes."""
     values = flat(struct)
     for field in facts(kind).values():
         value = values[field.name]
@@ -268,7 +263,7 @@ def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
 
 
 def _values(hint: object) -> tuple[object, ...]:
-    """The values of a Literal type, also inside a tuple or in a union with None; empty for other
+    """The values of a Literal type, also if it is inside a tuple or a union; empty for other
     types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
@@ -288,8 +283,8 @@ def validation_problem(message: str, kind: type) -> tuple[str, str]:
 
 
 def _with_allowed(problem: str, field: FieldInfo) -> str:
-    """A problem of a field's value with the values that the field allows."""
-    if "matching regex" in problem:  # words between commas, or one of those that stand alone
+    """A problem of a field's value, followed by the values that the field allows."""
+    if "matching regex" in problem:  # the pattern of a list of words between commas
         words = dict.fromkeys(re.findall(r"\w+", problem.partition("regex ")[2]))
         return f"expected some of {', '.join(words)} between commas"
     allowed = ", ".join(map(str, _values(field.type)))

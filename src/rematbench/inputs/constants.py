@@ -1,8 +1,8 @@
-"""The numbers behind the formulas: per GPU generation, cluster network and software system.
+"""The constants of the cost formulas: per GPU generation, cluster network and stack.
 
 Every number in config/calibration.yaml is `{value, source}`; `source: fitted` marks the scalars
-that were fitted to published rows.  FITTED_BUDGET is the maximum number of fitted scalars for each
-GPU generation, network and system.
+that were fitted to published rows.  FITTED_BUDGET is the most fitted scalars that one GPU
+generation, network or stack may have.
 """
 
 import re
@@ -30,14 +30,14 @@ class Number(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hardware facts of one GPU generation, and the shares of its peak rates that it reaches.
+    """Hardware facts of one GPU generation, and the shares of its peak rates that kernels reach.
 
-    Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
-    of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
-    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
-    the device memory that the driver keeps, `context_bytes` the device memory of a CUDA context.
-    `workspace_bytes`: a workspace of TransformerEngine's matrix products.
-    `*_peak_share`: the dense peak of matrix products in fp32, TF32 and fp64 over that of 16 bits
+    `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  Efficiencies are fractions of the
+    dense peak or of the HBM rate.  `gemm_tail_waves` is the part of a wave of tiles that a GEMM
+    loses at its end; `gemm_half_k` is the reduction depth at which a GEMM reaches half of its
+    efficiency.  `withheld_bytes` is the device memory that the driver keeps, `context_bytes` that
+    of a CUDA context, `workspace_bytes` that of a workspace of TransformerEngine's matrix products.
+    `*_peak_share`: dense peak of matrix products in fp32, TF32 and fp64 over the peak in 16 bits
     (0: not declared).
     """
 
@@ -59,11 +59,11 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shares of the link rates that collectives reach inside a node and between nodes.
 
-    `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 if the GPUs of a
-    node are linked pairwise, without a switch, so a small group uses only the links between its own
-    GPUs.  `kernel_scale` multiplies the seconds of all kernels if a GPU runs below its generation's
-    power limit.  `host_ranks` is the number of ranks that can issue kernels at the same time on the
-    cores of a node (as those of a tensor-parallel group do) without slowing each other.
+    `ring_nics` is the most NICs of a node that one ring uses.  `nvlink_mesh` is 1 if the GPUs of a
+    node are linked pairwise, without a switch, so that a small group uses only the links between
+    its members.  `kernel_scale` multiplies the seconds of all kernels, for GPUs that run below
+    their generation's power limit.  `host_ranks` is the number of ranks of a tensor-parallel group
+    that can issue kernels at the same time on a node's cores without slowing each other.
     """
 
     nvlink_efficiency: float
@@ -75,11 +75,11 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a software stack differs from the generation's kernels.  `kernel_scale` multiplies the
-    seconds of all kernels; `gap_s` is the device's gap between two kernels; `host_launch_s` is the
-    time in which the host issues a kernel.  `tp_stall` and `dp_stall` are the shares of an
-    overlapped collective's seconds by which compute becomes longer, for tensor- and
-    context-parallel and for data-parallel collectives."""
+    """How a stack differs from the generation's kernels.  `kernel_scale` multiplies the seconds of
+    all kernels; `gap_s` is the device's idle time between two kernels; `host_launch_s` is the time
+    that the host needs to issue a kernel.  An overlapped collective of s seconds makes compute
+    longer by `tp_stall` x s (tensor and context parallelism) or `dp_stall` x s (data
+    parallelism)."""
 
     kernel_scale: float
     gap_s: float
@@ -91,17 +91,16 @@ class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constants of libraries and host links, the same on every cluster; seconds and fractions.
 
-    Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
-    between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
-    NCCL communicator inside a node, or between nodes.  `grouped_gemm_s`: the least seconds of a
-    GEMM of a grouped one, which the host issues in a loop.  `expert_pace`: the seconds in which the
-    host issues a launch of a mixture of experts, over `host_launch_s`: Python of the packages
-    between launches.  `graph_bytes_share`: the bytes that a
-    layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
-    activations.  `host_system_share`: the share of a node's host memory that the system and the
-    training processes take; with an optimizer in host memory `host_other_bytes`, or
-    `host_other_share` of a node with less memory than the measured nodes.  `host_beside_share`,
-    `visit_delay_share`: how copies beside an optimizer on the host slow it (costs/bind.py,
+    Tuples have an entry for each NCCL protocol (LL128, Simple): base latency, latency of a hop
+    inside a node and between nodes, and share of the link rate.  `communicator_*_bytes`: device
+    memory of one NCCL communicator inside a node, or between nodes.  `grouped_gemm_s`: the least
+    seconds of each GEMM of a grouped GEMM, which the host issues in a loop.  `expert_pace`: seconds
+    of a launch of a mixture of experts over `host_launch_s`; it is above 1 because the packages run
+    Python code between launches.  `graph_bytes_share`: bytes that a layer's CUDA graph holds beside
+    the layer's kept activations, as a share of these.  `host_system_share`: the share of a node's
+    host memory that the system and the training processes take.  With an optimizer in host memory
+    they take `host_other_bytes`, but at most `host_other_share` of a node.  `host_beside_share`,
+    `visit_delay_share`: how concurrent copies slow an optimizer on the host (costs/bind.py,
     `host_update_beside_s`).
     """
 
@@ -126,8 +125,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule that selects a whole sweep of published rows for the fit: rows that match every field
-    that the rule sets (text fields as substrings)."""
+    """A rule that selects a whole sweep of published rows for the fit: rows that match all fields
+    that the rule sets.  `source` and `table` match as substrings."""
 
     source: str
     why: str = ""
@@ -144,7 +143,7 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: tuple[str, ...] = ()
 
     def matches(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row belongs to the sweep, judged by the job that ran and never by a result."""
+        """Whether a row belongs to the sweep; the decision reads only the job, never a result."""
         return (
             self.source in row["source"]
             and self.table in row.get("table", "")
@@ -152,11 +151,8 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-JOB_COLUMNS = (
-    *("system", "cluster", "model", "layers", "gpus", "micro_batch", "tp", "cp", "pp"),
-    "precision",
-)
-"""Columns of a published row that a rule may restrict."""
+JOB_COLUMNS = {*FitRule.__struct_fields__} - {"source", "why", "table"}
+"""Columns of a published row that a rule may restrict to some values."""
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -166,21 +162,21 @@ def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def is_fit(row: Mapping[str, Any], rules: Iterable[FitRule]) -> bool:
-    """Whether any rule claims the row."""
+    """Whether any rule selects the row."""
     return any(rule.matches(row) for rule in rules)
 
 
 class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A source with test rows that were seen before a formula or rule was changed (`in-sample`)."""
+    """A source whose test rows were seen before a formula or rule was changed (`in-sample`)."""
 
     source: str
     mechanism: str
 
 
 class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of config/calibration.yaml as plain numbers, and the rates of config/kernels;
-    `fitted` names the constants fitted to whole steps as `section.entry.field`; `fit_experts`
-    declares the rows to which `common.expert_pace` is fitted."""
+    """The contents of config/calibration.yaml as plain numbers, and the rates of config/kernels.
+    `fitted` names the constants that were fitted to whole steps, as `section.entry.field`;
+    `fit_experts` declares the rows to which `common.expert_pace` is fitted."""
 
     gpus: dict[str, GpuConstants]
     networks: dict[str, NetworkConstants]
@@ -201,50 +197,40 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.gpus[generation]
 
     def has_rates(self, generation: str) -> bool:
-        """Whether kernels of a GPU generation have rates."""
+        """Whether there are kernel rates for a GPU generation."""
         return generation in self.gpus and generation in self.kernels.generations
 
-    def withheld_bytes(self, generation: str) -> float:
-        """Device bytes that the driver of a GPU generation gives to no process; for one without
-        constants, the most of any generation."""
-        return max(gpu.withheld_bytes for gpu in self._like(generation))
-
-    def context_bytes(self, generation: str) -> float:
-        """Device bytes of a CUDA context on a GPU generation; for one without constants, the most
-        of any generation."""
-        return max(gpu.context_bytes for gpu in self._like(generation))
-
-    def workspace_bytes(self, generation: str) -> float:
-        """Bytes of a workspace for matrix products on a GPU generation; for one without constants,
-        the most of any generation."""
-        return max(gpu.workspace_bytes for gpu in self._like(generation))
-
-    def _like(self, generation: str) -> list[GpuConstants]:
-        return [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
+    def gpu_bytes(self, generation: str) -> GpuConstants:
+        """The constants to read device bytes of a GPU generation from.  For a generation without
+        constants, each field has its largest value of all generations."""
+        if generation in self.gpus:
+            return self.gpus[generation]
+        known, names = self.gpus.values(), GpuConstants.__struct_fields__
+        return GpuConstants(**{name: max(getattr(gpu, name) for gpu in known) for name in names})
 
     def network_entry(self, names: Sequence[str]) -> str:
-        """The first of a cluster's entries (Cluster.constants) in the file, or `default`."""
+        """The first of a cluster's entries (Cluster.constants) that exists, or `default`."""
         return next((name for name in names if name in self.networks), DEFAULT)
 
     def system_entry(self, names: Sequence[str]) -> str:
-        """The first of a stack's entries (System.constants) in the file, or `default`."""
+        """The first of a stack's entries (System.constants) that exists, or `default`."""
         return next((name for name in names if name in self.systems), DEFAULT)
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read config/calibration.yaml and the shipped rates of kernels; an unknown key or a number
+    """The constants of a calibration file with the shipped kernel rates; an unknown key or a number
     without a source is an error."""
     return parse_calibration(path.read_bytes())
 
 
 @cache
 def shipped_kernels() -> KernelRates:
-    """The rates of config/kernels, read once per process."""
+    """The rates of config/kernels; each process reads them once."""
     return load_kernel_rates(data_dir("config") / "kernels")
 
 
 class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/calibration.yaml as written: every number with its source."""
+    """config/calibration.yaml as it is written, each number with its source."""
 
     date: str
     gpus: dict[str, dict[str, Number]]
@@ -274,21 +260,10 @@ def parse_calibration(text: bytes) -> Calibration:
             fitted += [f"{section}.{name}.{key}" for key in keys]
         if section != "gpus" and DEFAULT not in entries:
             raise ValueError(f"calibration: {section} needs a `{DEFAULT}` entry")
-    common = {key: number["value"] for key, number in raw.common.items()}
-    return msgspec.convert(
-        {
-            **plain,
-            "common": common,
-            "kernels": shipped_kernels(),
-            "fitted": fitted,
-            "fit": msgspec.to_builtins(raw.fit),
-            "fit_experts": msgspec.to_builtins(raw.fit_experts),
-            "shaped_by": msgspec.to_builtins(raw.shaped_by),
-            "date": raw.date,
-        },
-        type=Calibration,
-        strict=False,
-    )
+    plain["common"] = {key: number["value"] for key, number in raw.common.items()}
+    plain |= {key: getattr(raw, key) for key in ("fit", "fit_experts", "shaped_by", "date")}
+    plain |= {"kernels": shipped_kernels(), "fitted": fitted}
+    return msgspec.convert(plain, type=Calibration, strict=False)
 
 
 _LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w.-]+):(?P<rest>.*)$")
@@ -296,7 +271,7 @@ _VALUE = re.compile(r"value: *[^,}]+")
 
 
 def updated_text(text: str, calibration: Calibration) -> str:
-    """The YAML text with the fitted values of `calibration`; all other text is unchanged."""
+    """The YAML text with the fitted values of `calibration`; other text stays as it is."""
     path: list[str] = []
     lines = []
     for line in text.splitlines():
@@ -315,6 +290,7 @@ def updated_text(text: str, calibration: Calibration) -> str:
 
 
 def _digits(value: float) -> str:
-    """Four significant digits, as YAML 1.1 reads a float (a point before the exponent)."""
+    """A number with four significant digits, and with the decimal point that YAML 1.1 requires
+    before an exponent."""
     text = f"{value:.4g}"
     return text.replace("e", ".0e") if "e" in text and "." not in text else text

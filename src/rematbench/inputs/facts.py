@@ -1,6 +1,6 @@
-"""Checks of the facts of a model, cluster or stack; each error is one line.
+"""Checks of the facts of a model, cluster or stack.  Every error is one line.
 
-Only impossible or contradictory facts are errors.  A fact without an effect is allowed, for example
+Only impossible or contradictory facts are errors.  A fact without an effect is allowed, such as
 `repeats_kv` with unfused attention, because a run may choose fused attention.
 """
 
@@ -28,24 +28,24 @@ FEATURES = (
 )
 DEGREES = ("tp", "cp", "dp", "pp")
 WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
-"""Fields with the bytes of a parameter in a tensor of one dtype."""
+"""Fields with bytes per parameter in a tensor of a single dtype."""
 DTYPES = (1, 2, 4)
-"""Bytes of an element in the dtypes of training."""
+"""Bytes per element of the dtypes used in training."""
 GRADIENTS = (*DTYPES, 6)
-"""Bytes of a gradient: in one dtype, or in bf16 with an fp32 sum."""
+"""Bytes per parameter of gradients: in one dtype, or in bf16 with an fp32 sum."""
 CPU = "cpu"
-"""The generation of clusters without GPUs, whose rates are not checked."""
+"""The `generation` of clusters without GPUs, whose rates are not checked."""
 GENERATIONS = {
     "ampere": re.compile(r"\bA(100|800)\b"),
     "hopper": re.compile(r"\bG?H(20|100|200|800)\b"),
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
-"""GPU names in a cluster's `gpu` that determine the generation."""
+"""Patterns of GPU names, by the generation that they imply."""
 UNCHECKED = "CHECK"
-"""What `doctor --write` leaves to be filled in."""
+"""The placeholder that `doctor --write` leaves for the user to fill in."""
 TPU = re.compile(r"\btpu", re.IGNORECASE)
 SPELLING = 0.8
-"""Similarity (difflib's ratio) from which a generation's name counts as misspelt."""
+"""Similarity (difflib's ratio) from which a generation counts as a misspelt known one."""
 PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
     "fp32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
@@ -61,23 +61,16 @@ PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "numa_nodes": (1, 32, "sockets of a node"),
     "host_bytes": (2**33, 2**47, "bytes of a node's memory"),
 }
-"""The lower and upper limit of each number of a GPU cluster, and its unit.  A number outside has a
-wrong unit (TFLOP/s, GB, Gbit/s) or counts the wrong thing (the NICs of a node, not of a GPU)."""
+"""The smallest and largest plausible value of each number of a GPU cluster, and its unit.  Numbers
+outside have a wrong unit (TFLOP/s, GB, Gbit/s) or count the wrong thing (NICs of all nodes)."""
 LOSS = (
     "unknown key: set fused_loss, or loss_in_place, loss_keeps_logits and logits_fp32; to tile "
     "the loss, use the method mst:head_chunks=N"
 )
 
 
-def require_allowed(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
-    """ConfigError for a value that is not among `allowed`."""
-    if value not in allowed:
-        hint = closest(value, allowed)
-        raise ConfigError(label, key, f"{value!r}{hint} (allowed: {', '.join(allowed)})")
-
-
 def check_model(model: Model, label: str) -> None:
-    """ConfigError for shapes that no decoder can have."""
+    """ConfigError for sizes that no decoder can have."""
     if model.num_heads % model.num_kv_heads != 0:
         problem = (
             f"the number of heads ({model.num_heads}) must be a multiple of the number of "
@@ -108,7 +101,8 @@ def check_model(model: Model, label: str) -> None:
 
 
 def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
-    """What contradicts latent attention, by key; empty without it."""
+    """(whether it is wrong, problem) of each key that latent attention restricts; empty without
+    latent attention."""
     given = model.latent
     if given is None:
         return {}
@@ -127,7 +121,7 @@ def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
 
 
 def _check_experts(model: Model, experts: Experts, label: str) -> None:
-    """ConfigError for experts that no layer can have."""
+    """ConfigError for impossible or unmodelled experts."""
     layers = experts.dense_layers
     contradictions = {
         f"{experts.active} active experts of {experts.count}": experts.active > experts.count,
@@ -147,8 +141,8 @@ def _check_experts(model: Model, experts: Experts, label: str) -> None:
 
 
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
-    """ConfigError for facts of a cluster that contradict each other or are not plausible;
-    `generations` are those with constants."""
+    """ConfigError for facts of a cluster that contradict each other or are not plausible.
+    `generations`: the GPU generations with constants."""
     _check_generation(cluster, label, tuple(generations))
     for key, (low, high, unit) in PLAUSIBLE.items() if cluster.generation != CPU else ():
         value = getattr(cluster, key)
@@ -166,11 +160,11 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
 
 
 def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> None:
-    """ConfigError for a generation that the GPU's name contradicts, or that is nearly one of those
-    with constants (`named`).  Other names are allowed: such a GPU has bytes, but no time."""
+    """ConfigError for a generation that contradicts the GPU's name or looks like a misspelt one of
+    `named`, those with constants.  Other names are allowed, but such GPUs get no step time."""
     declared = cluster.generation
     if declared == UNCHECKED:
-        problem = f"{UNCHECKED}: name the GPU's generation (rates: {', '.join(named)})"
+        problem = f"{UNCHECKED}: give the GPU's generation (with rates: {', '.join(named)})"
         raise ConfigError(label, "generation", problem)
     near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
     if near and declared not in named:
@@ -187,7 +181,9 @@ def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> N
 def check_system(system: System, label: str) -> None:
     """ConfigError for unknown features, for bytes that match no dtype, and for contradictions."""
     for feature in system.accepts.features:
-        require_allowed(feature, FEATURES, label, "features")
+        if feature not in FEATURES:
+            hint = f"{closest(feature, FEATURES)} (allowed: {', '.join(FEATURES)})"
+            raise ConfigError(label, "features", f"{feature!r}{hint}")
     if sorted(system.parallel.rank_order) != sorted(DEGREES):
         given = ", ".join(system.parallel.rank_order)
         problem = f"{given}: expected each of {', '.join(DEGREES)} once"
@@ -214,8 +210,8 @@ def _check_bytes(system: System, label: str) -> None:
 
 
 def contradictions(system: System) -> Iterable[tuple[str, str]]:
-    """Yield (key, problem) of each pair of facts that contradict each other; `key` is the one that
-    depends on the other."""
+    """Yield (key, problem) of each pair of facts that contradict each other; the fact `key` depends
+    on the other one."""
     kernels, zero = system.kernels, system.zero
     if kernels.norm_keeps_steps and system.norm_kernel != "eager":
         why = "compiled: true" if kernels.compiled else f"norm: {kernels.norm}"

@@ -1,4 +1,4 @@
-"""Recognises the configuration files of training packages by their keys."""
+"""Recognises configuration files of training packages by their keys."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,7 +10,7 @@ from rematbench.inputs.paths import data_dir
 
 @cache
 def signs() -> dict[str, list[set[str]]]:
-    """Sets of keys, each of which identifies the files of a package (config/foreign/signs.yaml)."""
+    """By package, sets of keys that each identify its files (config/foreign/signs.yaml)."""
     path = data_dir("config") / "foreign" / "signs.yaml"
     packages = read_mapping(path, str(path))["packages"]
     return {package: [*map(set, every)] for package, every in packages.items()}
@@ -26,18 +26,18 @@ REFUSED = (
     "verl",
     "EasyR1",
 )
-"""Packages whose files are recognised and not read."""
+"""Packages whose files are recognised but not read."""
 
 
 def package_of(data: Mapping[str, Any]) -> str | None:
-    """The package whose configuration file a mapping is; None for every other mapping."""
+    """The package to whose configuration files a mapping belongs; None for other mappings."""
     keys = set(data)
     known = signs().items()
     return next((name for name, every in known if any(sign <= keys for sign in every)), None)
 
 
 def pointer(package: str, file: str) -> str:
-    """A sentence that names the package and the command that reads the file."""
+    """The part of an error that names the package and the command that reads its file."""
     named = f"{'an' if package[0] in 'aAE' else 'a'} {package} configuration"
     if package in REFUSED:
         return f"{named}, which is not read: give its values as options"

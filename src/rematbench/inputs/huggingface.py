@@ -1,8 +1,8 @@
-"""Reads a Hugging Face config.json as a Model; a feature that is not modelled is an error with its
+"""Reads a Hugging Face config.json as a Model.  An unmodelled feature is an error that names its
 key.
 
 Keys that change neither bytes nor FLOPs are ignored (`rope_theta`, scalars on embeddings, residuals
-and logits, epsilons of norms, initialisation).  The architectures are in config/architectures.yaml.
+and logits, epsilons of norms, initialisation).  config/architectures.yaml has the architectures.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ OWN_FILE = (
 
 
 def is_huggingface(data: Config) -> bool:
-    """Whether a mapping is a transformers config rather than a model file of rematbench."""
+    """Whether a mapping is a config of Transformers, not a model file of rematbench."""
     keys = {key for names in common().shape.values() for key in names} - {"num_layers"}
     return "model_type" in data or "architectures" in data or len(keys & data.keys()) > 1
 
 
 def model_from_huggingface(data: Config, path: Path) -> Model:
-    """The Model of a transformers config; its `source` is the file.  ConfigError for a missing key
-    or an unmodelled feature."""
+    """The Model of a Transformers config, whose `source` is the file.  ConfigError for a missing
+    key or an unmodelled feature."""
     label = str(path)
     kind = data.get("model_type")
     if kind is None:
@@ -67,7 +67,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
 
 
 def _left_out(data: Config, known: Architecture) -> list[str]:
-    """What a file of a known architecture asks for that its model is read without."""
+    """The features of a config, in words, that its Model leaves out."""
     words = []
     if data.get("num_nextn_predict_layers") and "mtp_layers" not in known.keys:
         words.append("layers that predict more than one token are left out")
@@ -78,7 +78,7 @@ def _left_out(data: Config, known: Architecture) -> list[str]:
 
 @cache
 def _checked_keys() -> type[msgspec.Struct]:
-    """The keys whose values are checked before they are read, each with its type."""
+    """A struct with the keys whose values are checked before they are read, and their types."""
     usual = common()
     types: dict[str, Any] = {}
     widths = ("hidden", "num_heads", "ffn", "vocab")
@@ -101,7 +101,7 @@ def _checked_keys() -> type[msgspec.Struct]:
 
 def _checked(data: Config, label: str, known: Architecture | None) -> None:
     """ConfigError for a value of a wrong type, for experts in an architecture that is read without
-    them, and for quantised (also FP8) checkpoints that are not read as dequantised ones."""
+    experts, and for a quantised checkpoint (FP8 too) unless the architecture is dequantised."""
     try:
         msgspec.convert(
             {key: value for key, value in data.items() if value is not None}, _checked_keys()
@@ -117,12 +117,12 @@ def _checked(data: Config, label: str, known: Architecture | None) -> None:
     if quantization:
         method = quantization.get("quant_method", "quantised")
         if known is None or method not in known.dequantised:
-            problem = f"{method} weights are not modelled (without this key the file is read)"
+            problem = f"{method} weights are not modelled (remove this key to read the file)"
             raise ConfigError(label, "quantization_config", problem)
 
 
 class Unmodelled(Exception):
-    """A key of a transformers config asks for a feature that Model cannot express."""
+    """A key of a Transformers config requests a feature that Model cannot express."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
@@ -131,28 +131,33 @@ class Unmodelled(Exception):
 
 
 def _unmodelled(kind: str, data: Config) -> str:
-    """The reason why an architecture is not modelled, from the features in its keys.  No similar
-    architecture is suggested, because reading the config as another architecture would drop
-    features."""
+    """Why an architecture is not modelled, from the features that its keys show.  A similar name is
+    not suggested, because reading the config as another architecture would drop features."""
     known = sorted(name for name in architectures() if not name.startswith("."))
     has = dict.fromkeys(words for key, words in common().features.items() if _at(data, key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
-    own = "" if "block_configs" in data else OWN_FILE  # all layers of a model file have one width
+    own = "" if "block_configs" in data else OWN_FILE  # model files have no layers of other widths
     return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){own}"
 
 
 def _at(data: Config, key: str) -> Any:
-    """The value of a key, also inside a mapping (`a.b`); None if it is absent."""
+    """The value of a key or of a path into mappings (`a.b`); None if it is absent."""
     value: Any = data
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
+def _split(fields: dict[str, Any], mark: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields whose names begin with `mark`, without it; the other fields)."""
+    inside = {k.removeprefix(mark): v for k, v in fields.items() if k.startswith(mark)}
+    return inside, {k: v for k, v in fields.items() if not k.startswith(mark)}
+
+
 class _Reader:
-    """Reads the fields of a Model from one config of a known architecture."""
+    """Reads the fields of a Model from a config of a known architecture."""
 
     def __init__(self, data: Config, known: Architecture, *, text_part: bool) -> None:
         self.known = known
@@ -160,7 +165,7 @@ class _Reader:
         self.given = self.data if text_part else data
 
     def fields(self) -> dict[str, Any]:
-        """The values by field.  KeyError for a missing key; Unmodelled for a feature."""
+        """The Model's values by field.  KeyError for a missing key; Unmodelled for a feature."""
         known = self.known
         self._only()
         found: dict[str, Any] = {field: self._shape(field) for field in common().shape}
@@ -190,11 +195,9 @@ class _Reader:
         return found
 
     def _with_experts(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The fields with those of experts (`experts.count`) as one; none for a single expert, or
-        where no layer has experts."""
-        mark = "experts."
-        experts = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
-        rest = {k: v for k, v in found.items() if not k.startswith(mark)}
+        """The fields with those named `experts.*` gathered in the field `experts`, which is left
+        out if there is a single expert or no layer has experts."""
+        experts, rest = _split(found, "experts.")
         layers = range(found["num_layers"])
         dense = [layer for layer in layers if not self._is_sparse(layer)]
         if experts.get("count", 0) <= 1 or len(dense) == len(layers):
@@ -202,7 +205,7 @@ class _Reader:
         for field, value in experts.items():
             if isinstance(value, list):  # of each layer
                 if len(set(value)) > 1:
-                    key = self.known.keys[mark + field]
+                    key = self.known.keys[f"experts.{field}"]
                     raise Unmodelled(str(key), "experts that differ from layer to layer")
                 experts[field] = value[0]
         if "shared_units" in experts:  # a number of experts that every token passes
@@ -210,10 +213,8 @@ class _Reader:
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 
     def _with_latent(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The fields with those of latent attention (`latent.kv_rank`) as one."""
-        mark = "latent."
-        latent = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
-        rest = {k: v for k, v in found.items() if not k.startswith(mark)}
+        """The fields with those named `latent.*` gathered in the field `latent`."""
+        latent, rest = _split(found, "latent.")
         sizes = {"head_dim": latent["nope"] + latent["rope"], "num_kv_heads": rest["num_heads"]}
         return {**rest, **sizes, "latent": latent}
 
@@ -235,12 +236,12 @@ class _Reader:
         return _at(self.data if data is None else data, key)
 
     def _is(self, key: str, value: Any) -> bool:
-        """Whether a key has a value; null is the default of the architecture."""
+        """Whether a key has a value; null stands for the architecture's default."""
         given = self._get(key)
         return bool((self._get(key, self.known.defaults) if given is None else given) == value)
 
     def _value(self, keys: str | tuple[str, ...], data: Config | None = None) -> Any:
-        """The first value that the keys give; `!key` is a negation."""
+        """The value of the first of the keys that is present; `!key` negates it."""
         for key in (keys,) if isinstance(keys, str) else keys:
             value = self._get(key.removeprefix("!"), data)
             if value is not None:
@@ -251,7 +252,7 @@ class _Reader:
         return self._value(self.known.keys.get(field, common().optional[field]))
 
     def _shape(self, field: str) -> int:
-        """A width or count.  Only the text part of a larger model may leave it out."""
+        """A width or count.  Only the text part of a larger model may rely on defaults."""
         keys = self.known.keys.get(field, common().shape[field])
         value = self._value(keys, self.given)
         if value is None and field == "ffn" and self.known.ffn_per_hidden:
@@ -262,7 +263,7 @@ class _Reader:
         return int(value)
 
     def _only(self) -> None:
-        """Unmodelled for a key whose value asks for something that cannot be said."""
+        """Unmodelled for a key with another value than the supported one."""
         for key, rule in self.known.only.items():
             value = self._get(key)
             same = self._get(rule.same_as) if rule.same_as else rule.value
@@ -270,7 +271,7 @@ class _Reader:
                 raise Unmodelled(key, rule.otherwise)
 
     def _rates(self) -> dict[str, Any]:
-        """The rates of dropout; those that are equal to the outputs' rate are left out."""
+        """The dropout rates; rates equal to that of the outputs are left out."""
         rates = {
             name: float(self._field(name) or 0.0)
             for name in ("dropout", "attention_dropout", "embedding_dropout")
@@ -293,7 +294,7 @@ class _Reader:
         return {"mlp": allowed[name]} | ({"activation_steps": steps} if steps else {})
 
     def _windows(self, layers: int) -> list[int]:
-        """The window of each layer (0: the whole prefix)."""
+        """The attention window of each layer in tokens (0: the whole prefix)."""
         rule, window = self.known.windows, self._value(common().window)
         kinds = self.data.get("layer_types") or self.data.get("attention_layers")
         for key, name in (("layer_types", kind) for kind in kinds or ()):
@@ -320,7 +321,7 @@ class _Reader:
         return [not pattern or layer % pattern != place for layer in range(layers)]
 
     def _rotary(self, found: dict[str, Any], windows: list[int]) -> float:
-        """The share of the elements of queries and keys that rotate, a mean over layers."""
+        """The share of query and key elements that get rotary positions, averaged over layers."""
         share = float(self._value(common().rotary) or 1.0)
         if self.data.get("rotary_dim"):
             share = self.data["rotary_dim"] / found["head_dim"]

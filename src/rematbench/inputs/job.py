@@ -1,5 +1,5 @@
-"""A job as a person states it: model, cluster, stack, and facts of the work, of the degrees and of
-what is chosen of the stack.  Each fact is declared once, in the struct that it belongs to."""
+"""A job as a user states it: model, cluster, stack, and facts of the work, of the parallel degrees
+and of the choices within the stack.  Each fact is declared once, in the struct it belongs to."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
@@ -15,17 +15,18 @@ from rematbench.inputs.system import StackChoice, System
 from rematbench.workload import Model, PositiveInt, Work, Workload
 
 DEFAULT_SYSTEM = "megatron-core-0.16"
-"""The stack of a job that names none."""
+"""The default stack."""
 SHARDED_SYSTEM = "torchtitan-2026"
-"""The stack of a command with ZeRO 3 that names none: FSDP2."""
+"""The default stack of commands with ZeRO 3: FSDP2."""
 
 
 class _Keywords(StructMeta):
-    """A metaclass whose structs take the facts of their parts as keywords, and that turns the
-    TypeError of a missing or unknown keyword into a ConfigError."""
+    """The metaclass of Job: its constructor takes the facts of all parts as keyword arguments, and
+    raises ConfigError, not TypeError, for a missing or unknown one."""
 
     def __call__(cls, *values: object, **given: object) -> Any:
-        """The struct with these facts, or with parts and facts that replace some of theirs."""
+        """The struct with these facts; a whole part may be given too, and facts override its
+        values."""
         kind = cast("type[Struct]", cls)
         known = facts(kind)
         try:
@@ -45,21 +46,21 @@ class _Keywords(StructMeta):
 
 # Why: docs/decisions/inputs.md, Are the facts of a job one flat struct?
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Keywords):
-    """One job, as files, the command line and Python code state it: with the facts of its parts
-    beside its own, `Job(model="llama-7b", ..., gpus=8, tp=2, seq_len=4096)`.
+    """One job, as files, the command line and Python code state it, with the facts of its parts as
+    keywords: `Job(model="llama-7b", ..., gpus=8, tp=2, seq_len=4096)`.
 
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
-    dp is `gpus` divided by tp x cp x pp; `sp` None: on if tp > 1.
+    dp is `gpus` divided by tp x cp x pp.  `sp` None means on if tp > 1.
     """
 
     model: Annotated[str | Model, Fact(metavar="M", column="own")]
-    """The model is named so, or described in this YAML file or Hugging Face config.json."""
+    """The model has this name, or is described in this YAML file or Hugging Face config.json."""
     cluster: Annotated[str | Cluster, Fact(metavar="C", column="own")]
-    """The cluster is named so, or described in this YAML file."""
+    """The cluster has this name, or is described in this YAML file."""
     system: Annotated[str | System, Fact(metavar="Y", column="own")]
-    """The software stack is named so, or described in this YAML file."""
+    """The software stack has this name, or is described in this YAML file."""
     gpus: Annotated[PositiveInt, Fact(metavar="N", column="own")]
-    """The job has so many GPUs."""
+    """The job runs on this many GPUs."""
     work: Work
     degrees: Degrees
     stack: StackChoice = StackChoice()
@@ -67,24 +68,24 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
     if TYPE_CHECKING:
 
         def __init__(self, **facts: Any) -> None:
-            """The metaclass sorts the facts into parts."""
+            """For type checkers: the metaclass sorts the keywords into parts."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
+        """Raise ConfigError for a value of a wrong type or range: `gpus="8"`, `tp=0`."""
         if wrong := wrong_field(self, Job):
             raise ConfigError("", *wrong)
 
     def changed(self, **facts: Any) -> Self:
-        """The job with other values of some facts."""
+        """A copy of the job in which some facts have other values."""
         return type(self)(**{**flat(self), **facts})
 
     def workload(self, model: Model) -> Workload:
-        """The workload, with the model that `model` names."""
+        """The job's workload for the loaded `model`."""
         return Workload(model=model, **flat(self.work))
 
     @classmethod
     def at(cls, layout: Layout, **others: Any) -> Self:
-        """The job with this layout; `others` are the facts that Layout lacks."""
+        """The job with the degrees of a layout; `others` are all other facts."""
         return cls(**degrees(layout), **others)
 
     @property
@@ -112,9 +113,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
         for field in options():
             value = values[field.name]
             if isinstance(value, Struct):
-                raise ConfigError(
-                    "", field.name, "a command line cannot express an object; pass a name or a file"
-                )
+                why = "a command line cannot express an object; pass a name or a file"
+                raise ConfigError("", field.name, why)
             if isinstance(value, bool):
                 words += [flag(field.name)] if value != is_switched_off(field) else []
             elif field.required or value != field.default:
@@ -124,8 +124,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
 @cache
 def options() -> tuple[FieldInfo, ...]:
-    """The facts of a job in the order of their options: the required ones first, then those of the
-    degrees, of the stack and of the work."""
+    """The facts of a job in the order of their options: required ones first, then those of
+    degrees, stack and work."""
     known = facts(Job)
     names = [name for name, one in known.items() if one.required]
     names += [name for part in (Degrees, StackChoice, Work) for name in facts(part)]
@@ -133,7 +133,7 @@ def options() -> tuple[FieldInfo, ...]:
 
 
 def is_switched_off(field: FieldInfo) -> bool:
-    """Whether the option of a yes-or-no fact turns it off, as --no-sp."""
+    """Whether the option of a boolean fact turns it off, as --no-sp does."""
     return fact(field).option.startswith("--no-")
 
 
@@ -144,5 +144,5 @@ def flag(name: str) -> str:
 
 
 def degrees(layout: Layout) -> dict[str, Any]:
-    """The facts of a job that a layout determines."""
+    """The facts of a job (`gpus` and Degrees) that a layout determines."""
     return {"gpus": layout.gpus, **{name: getattr(layout, name) for name in facts(Degrees)}}

@@ -1,10 +1,10 @@
-"""Speeds of kernels by name, from config/kernels/ (kernel_seconds.py computes seconds from them).
+"""Rates of kernels, from config/kernels/ (costs/kernel_seconds.py computes seconds from them).
 
-A GPU generation's file has the rates of attention by backend, GEMM, HBM, copies and collectives,
-and the SMs and HBM rate that a collective takes from concurrent compute.  `operators.yaml` has the
-bytes per element of memory-bound operators by implementation, for all generations.
-Units: FLOP, bytes, seconds; shares are of the dense 16-bit peak, of the HBM rate or of a link's
-rate.
+The file of a GPU generation has the rates of attention by backend, of GEMMs, HBM, copies and
+collectives, and the SMs and HBM rate that a collective takes from concurrent compute.
+`operators.yaml` has the bytes per element of memory-bound operators by implementation, for all
+generations.  Units: FLOP, bytes, seconds; shares refer to the dense 16-bit peak, the HBM rate or
+the rate of a link.
 """
 
 from pathlib import Path
@@ -21,17 +21,18 @@ Quantity: TypeAlias = "float | NDArray[np.float64]"
 
 OPERATORS = "operators"
 SOURCES = "sources"
-"""The file that declares the rows of the fits, exclusions and reasons; it has no rates."""
+"""The file that declares which rows the fits use or exclude, and why; it has no rates."""
 REFERENCE_HEAD_DIM = 128
 
 
 class RateError(UserError):
-    """One line: config/kernels has no rate for a generation, backend or operator."""
+    """A GPU generation, backend or operator has no rate; the message is one line."""
 
 
 class Outlier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows that deviate by more than 10 % from the curve, and why.  `lines`: of
-    results/published/kernels.csv; `worst`: the largest measured over predicted speed, minus 1."""
+    """Rows that deviate from the fitted curve by more than 10 %, with the reason.  `lines`: line
+    numbers in results/published/kernels.csv; `worst`: the largest deviation, measured over
+    predicted speed minus 1."""
 
     reason: str
     worst: float
@@ -39,8 +40,8 @@ class Outlier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The evidence for an entry's numbers.  The `fitted` fields were fitted to `rows` rows of
-    `sources` documents; the other fields come from `source`."""
+    """The evidence for the numbers of an entry.  The `fitted` fields were fitted to `rows` rows
+    from `sources` documents; the other fields come from `source`."""
 
     fitted: tuple[str, ...] = ()
     rows: int = 0
@@ -50,8 +51,8 @@ class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AttentionPass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One direction of a fused kernel: share of the peak, and the numbers of rows and of waves of
-    tiles that reach half of this share."""
+    """Rates of a fused attention kernel in one direction: its share of the peak, and the numbers of
+    rows and of waves of tiles at which it reaches half of that share."""
 
     efficiency: float
     half_rows: float
@@ -59,7 +60,8 @@ class AttentionPass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AttentionRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of one backend on one generation; `head_dims`: speed factor by head dimension."""
+    """Rates of one attention backend on one generation; `head_dims`: speed factor by head
+    dimension."""
 
     forward: AttentionPass
     backward: AttentionPass
@@ -68,8 +70,8 @@ class AttentionRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GemmRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of GEMMs: share of the peak, reduction depth at half that share, the part of a last
-    wave's idle SMs that is lost, and the factor on GEMMs that add into an fp32 gradient."""
+    """Rates of GEMMs: share of the peak, reduction depth that reaches half of it, the part of the
+    last wave's idle SMs that is lost, and the speed factor of GEMMs that accumulate in fp32."""
 
     efficiency: float
     half_k: float
@@ -81,15 +83,15 @@ class GemmRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One share of a rate, a factor, or a count of SMs, depending on the entry's key."""
+    """A single number with its evidence: a share of a rate, a factor, or a count of SMs."""
 
     value: float
     evidence: Evidence
 
 
 class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of a memory-bound operator, forward and backward: bytes per element (moved at the
-    reached HBM rate), fixed seconds, and kernels launched."""
+    """Rates of a memory-bound operator in each direction: bytes moved per element, fixed seconds,
+    and kernels launched."""
 
     forward_bytes: float
     forward_fixed_s: float
@@ -101,8 +103,8 @@ class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unfused attention of torch operators: passes over the score matrix in memory, forward and
-    backward together, and the further passes if a separate kernel applies the causal mask."""
+    """Rates of unfused attention: passes over the score matrix in memory, forward and backward
+    together, and further passes if a separate kernel applies the causal mask."""
 
     passes: float
     mask_passes: float
@@ -110,9 +112,9 @@ class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GenerationRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/kernels/GENERATION.yaml.  `half_waves`: by direction, for every backend; `refused`:
-    backends that the generation cannot run, `unrated`: those that it runs but that have no
-    published rate, each with the reason."""
+    """The contents of config/kernels/GENERATION.yaml.  `half_waves`: by direction, the same for
+    every backend; `refused`: backends that the generation cannot run, with the reason; `unrated`:
+    backends that it runs but that have no published rate, with the reason."""
 
     sm_count: int
     source: str
@@ -128,7 +130,7 @@ class GenerationRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/kernels/operators.yaml: the rates of each operator's implementations by name."""
+    """The contents of config/kernels/operators.yaml: rates of operators by implementation."""
 
     unfused_attention: UnfusedAttention
     norm: dict[str, ByteRates]
@@ -138,9 +140,9 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """The rates of one GPU for kernels: dense peak of all SMs, reached HBM rate, and `taken_sms`,
-    the SMs that a concurrent collective occupies (one SM for each block of the collective).
-    `balance`: FLOP per HBM byte divided by the value of the nearest measured GPU."""
+    """One GPU as kernels see it: dense peak of all SMs, reached HBM rate, and `taken_sms`, the SMs
+    that a concurrent collective occupies (one per block of the collective).  `balance`: FLOP per
+    HBM byte, relative to the nearest measured GPU."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity
@@ -150,23 +152,23 @@ class Device(Struct, frozen=True, kw_only=True):
 
     @property
     def free_sms(self) -> Quantity:
-        """SMs that no collective occupies."""
+        """The number of SMs that no collective occupies."""
         return self.sm_count - self.taken_sms
 
     @property
     def free_flop_per_s(self) -> Quantity:
-        """Dense peak of the SMs that no collective occupies."""
+        """The dense peak of the SMs that no collective occupies."""
         return self.peak_flop_per_s * self.free_sms / self.sm_count
 
 
 class KernelRates(Struct, frozen=True, kw_only=True):
-    """All rates of config/kernels."""
+    """All rates in config/kernels."""
 
     generations: dict[str, GenerationRates]
     operators: OperatorRates
 
     def generation(self, name: str) -> GenerationRates:
-        """Rates of a generation; RateError for an unknown generation."""
+        """The rates of a generation; RateError for an unknown generation."""
         if name not in self.generations:
             known = ", ".join(sorted(self.generations))
             raise RateError(f"no kernel rates for GPU generation {name!r} (known: {known})")
@@ -177,21 +179,21 @@ class KernelRates(Struct, frozen=True, kw_only=True):
         return table[implementation]
 
     def attention(self, generation: str, backend: str) -> AttentionRates:
-        """Rates of a fused backend; RateError names the generation's backends."""
+        """The rates of a fused attention backend; RateError, with the known backends, if it has
+        none."""
         rates = self.generation(generation)
         if why := self.refusal(generation, backend) or self.lacks(generation, backend):
             raise RateError(why)
         return rates.attention[backend]
 
     def refusal(self, generation: str, backend: str) -> str:
-        """The reason why a generation cannot run a fused backend; empty if it can, or if the
-        generation has no rates."""
+        """Why a generation cannot run a fused backend; empty if it can or has no rates at all."""
         if generation not in self.generations:
             return ""
         return self._worded(generation, backend, self.generations[generation].refused)
 
     def lacks(self, generation: str, backend: str) -> str:
-        """The reason why a fused backend has no rate on a generation; empty if it has."""
+        """Why a fused backend has no rate on a generation; empty if it has one."""
         rates = self.generation(generation)
         if backend in rates.attention:
             return ""
@@ -207,7 +209,7 @@ class KernelRates(Struct, frozen=True, kw_only=True):
 
 
 def load_kernel_rates(folder: Path) -> KernelRates:
-    """The rates of config/kernels; an unknown or missing key is a msgspec.ValidationError."""
+    """The rates in config/kernels; msgspec.ValidationError for an unknown or missing key."""
     files = {path.stem: path for path in sorted(folder.glob("*.yaml")) if path.stem != SOURCES}
     operators = msgspec.yaml.decode(files.pop(OPERATORS).read_bytes(), type=OperatorRates)
     generations = {
@@ -217,32 +219,16 @@ def load_kernel_rates(folder: Path) -> KernelRates:
     return KernelRates(generations=generations, operators=operators)
 
 
-def evidence_of(rates: KernelRates) -> dict[str, Evidence]:
-    """The evidence of every rate, by `file.key.key`."""
-    found: dict[str, Evidence] = {}
-    for name, part in (*rates.generations.items(), (OPERATORS, rates.operators)):
-        found.update(_evidence(part, name))
-    return found
-
-
-def _evidence(part: object, path: str) -> dict[str, Evidence]:
-    items: dict[str, object] = {}
-    if isinstance(part, dict):
-        items = {str(key): value for key, value in part.items()}
-    elif isinstance(part, Struct):
-        items = {name: getattr(part, name) for name in part.__struct_fields__}
-    found: dict[str, Evidence] = {}
-    for key, value in items.items():
-        if isinstance(value, Evidence):
-            found[path] = value
-        else:
-            found.update(_evidence(value, f"{path}.{key}"))
-    return found
-
-
 def fitted_parameters(rates: KernelRates) -> dict[str, int]:
-    """Numbers of parameters fitted to kernel rows (never to whole steps), by file."""
-    counts = dict.fromkeys((*rates.generations, OPERATORS), 0)
-    for path, evidence in evidence_of(rates).items():
-        counts[path.partition(".")[0]] += len(evidence.fitted)
-    return counts
+    """The number of parameters fitted to kernel rows (never to whole steps), by file."""
+    parts = {**rates.generations, OPERATORS: rates.operators}
+    return {name: _fitted(part) for name, part in parts.items()}
+
+
+def _fitted(part: object) -> int:
+    """The number of fitted fields in a part and in everything inside it."""
+    if isinstance(part, Evidence):
+        return len(part.fitted)
+    if isinstance(part, Struct):
+        part = {name: getattr(part, name) for name in part.__struct_fields__}
+    return sum(map(_fitted, part.values())) if isinstance(part, dict) else 0

@@ -1,4 +1,4 @@
-"""The rules that a layout must obey, for a workload on a stack."""
+"""The rules that a layout must obey for a workload on a stack.  Each is a message if broken."""
 
 from collections.abc import Iterator
 from math import lcm
@@ -28,8 +28,8 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
 
 
 def check_exchanges(layout: Layout, workload: Workload, system: System) -> None:
-    """Raise LayoutError for the first broken rule of those that the experts' dispatcher and the
-    overlap of their exchanges decide, for a layout that keeps the others."""
+    """Raise LayoutError for the first broken rule among those that depend on the experts'
+    dispatcher and on the overlap of their exchanges, for a layout that obeys all others."""
     for rule in _exchange_rules(layout, workload, system):
         raise LayoutError(rule)
 
@@ -43,9 +43,9 @@ def _exchange_rules(lay: Layout, work: Workload, system: System) -> Iterator[str
 
 
 def _graph_rules(work: Workload, system: System) -> Iterator[str]:
-    """The rules of what CUDA graphs capture, as Megatron-core asserts them (0.16.1,
-    core/transformer/transformer_config.py); experts whose sizes stay on the device are HybridEP's
-    (NVIDIA/Megatron-LM pull request 4247, paged stashing)."""
+    """The rules of CUDA graphs, as Megatron-core asserts them (0.16.1,
+    core/transformer/transformer_config.py).  With HybridEP the experts' token counts stay on the
+    device (NVIDIA/Megatron-LM pull request 4247, paged stashing)."""
     kernels, model, said = system.kernels, work.model, "cuda_graphs:"
     parts, routed = kernels.cuda_graphs.split(","), model.experts is not None
     whole = kernels.captures_iteration or "moe" in parts
@@ -58,8 +58,8 @@ def _graph_rules(work: Workload, system: System) -> Iterator[str]:
         yield f"{said} moe_preprocess cuda graph is only supported with moe_router cuda graph"
     if whole and routed and not sized:
         yield (
-            f"{said} {kernels.cuda_graphs} needs experts of known sizes: give expert_padding, or "
-            "the dispatcher hybridep, whose sizes stay on the device"
+            f"{said} {kernels.cuda_graphs} needs known token counts of experts: give "
+            "expert_padding, or the dispatcher hybridep, whose counts stay on the device"
         )
     if {"layer", "moe", "mlp"} & {*parts} and system.experts.ep_overlap != "none":
         yield (
@@ -67,50 +67,45 @@ def _graph_rules(work: Workload, system: System) -> Iterator[str]:
             "(overlap_moe_expert_parallel_comm)"
         )
     if {"attn", "mlp", "moe"} & {*parts} and model.block != "sequential":
-        yield f"{said} parts of a layer with attention and MLP in parallel are not modelled"
+        yield f"{said} parts of layers with attention and MLP in parallel are not modelled"
 
 
 def _prediction_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
-    """The rules of layers that predict more tokens, which stand where the layout says."""
+    """The rules of prediction layers."""
     model = work.model
-    rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
+    rank, words = prediction_rank(model, lay), "prediction layers are not simulated"
     if rank is None:
         return
     inside, narrow = 0 < rank < lay.pp - 1, model.embedding_width > 0
     alone = lay.pp == 1 < lay.ep and system.experts.ep_overlap != "none"
     if model.mtp_layers > 1:
-        yield f"{words} where there is more than one"
+        yield f"{words} if the model has more than one"
     if not work.trains_all:
-        yield f"{words} where only a part of the model trains"
+        yield f"{words} if only a part of the model trains"
     if model.block != "sequential":
         yield f"{words} with attention and MLP in parallel"
     if rank == 0 and lay.pp > 1:
-        yield f"{words} on the first of several ranks, as in Megatron-core"
+        yield f"{words} on the first of several pipeline ranks (as in Megatron-core)"
     if narrow or lay.tp_columns > 1:
         yield f"{words} with a narrow embedding or with tp_columns"
     if model.tied_embeddings and inside:
-        yield f"{words} between tied embeddings on other ranks"
+        yield f"{words} on a rank between those of tied embeddings"
     if alone:
         yield "pp must be larger than 1 when enabling ep_overlap with MTP layer (Megatron-core)"
 
 
 def _size_rules(lay: Layout, work: Workload) -> Iterator[str]:
-    """Upper bounds of size, which still simulate in seconds; and that ulysses divides dp."""
+    """Upper bounds of sizes, which are still simulated in seconds, and the divisors of dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     if lay.gpus > MOST_GPUS:
         yield f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"
     if work.seq_len * lay.global_batch > MOST_TOKENS:
-        yield (
-            f"seq_len {work.seq_len} x global_batch {lay.global_batch} exceed the limit of "
-            f"{MOST_TOKENS} tokens per step"
-        )
+        tokens = work.seq_len * lay.global_batch
+        yield f"seq_len x global_batch = {tokens} exceed the limit of {MOST_TOKENS} tokens per step"
     if passes > MOST_PASSES:
         yield f"micro-batches x pp x vpp = {passes} exceed the limit of {MOST_PASSES} passes"
     if lay.dp % lay.ulysses != 0:
-        yield (
-            f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (ulysses groups ranks of "
-            "dp)"
-        )
+        yield f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (ranks inside dp)"
     if lay.dp * lay.cp % lay.state_shards != 0:
         yield f"dp x cp = {lay.dp * lay.cp} must be a multiple of shard_degree = {lay.shard_degree}"
 
@@ -120,16 +115,14 @@ def _rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     yield from _batch_rules(lay)
     yield from _model_rules(lay, work)
     if work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0:
-        yield (
-            f"seq_len {work.seq_len} must be a multiple of 2 x cp = {2 * lay.cp} (each cp rank "
-            "takes two slices)"
-        )
+        parts = 2 * lay.cp
+        yield f"seq_len {work.seq_len} must be a multiple of 2 x cp = {parts} (two slices per rank)"
     if lay.sp and work.seq_len % (lay.cp * lay.tp) != 0:
         yield f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)"
     if lay.cp > 1 and system.parallel.cp_kind == "ring" and any(work.model.attention_window):
         yield (
-            f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
-            "cp_kind: allgather has"
+            f"cp = {lay.cp} on a ring does not support sliding windows (TransformerEngine); stacks "
+            "with cp_kind: allgather do"
         )
     yield from _sample_rules(lay, work)
     yield from _ulysses_rules(lay, work, system)
@@ -144,7 +137,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
 
 
 def _stack_rules(lay: Layout, system: System) -> Iterator[str]:
-    """The rules that the stack supports the degrees and the ZeRO stage."""
+    """The rules that the stack must support the degrees and the ZeRO stage."""
     stages, stage = ", ".join(map(str, system.accepts.zero_stages)), lay.zero_stage
     for name, words in DEGREE_WORDS.items():
         if getattr(lay, name) > 1 and not _has(system, name):
@@ -153,7 +146,7 @@ def _stack_rules(lay: Layout, system: System) -> Iterator[str]:
                 f"{_other_version(system, name)}"
             )
     if system.host.parameters_on_host and "param_offload" not in system.accepts.features:
-        yield f"system {system.name} has no parameters in host memory (param_offload)"
+        yield f"system {system.name} cannot keep parameters in host memory (param_offload)"
     if system.host.parameters_on_host and stage != 3:
         yield f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}"
     yield from _shard_rules(lay, system)
@@ -167,14 +160,14 @@ def _stack_rules(lay: Layout, system: System) -> Iterator[str]:
 
 
 def _has(system: System, degree: str) -> bool:
-    """Whether the stack can raise a degree above 1."""
+    """Whether the stack supports a degree above 1."""
     if degree == "cp":
         return system.parallel.cp_kind != "none"
     return degree in system.accepts.model_parallel
 
 
 def _other_version(system: System, degree: str) -> str:
-    """Words on shipped versions of the stack that can raise a degree above 1; empty if none can."""
+    """A hint at shipped versions of the stack that support a degree above 1; empty if none does."""
     able = [name for name in other_versions(system.name) if _has(load_system(name), degree)]
     return f" (another version has it: {', '.join(able)})" if able else ""
 
@@ -185,10 +178,8 @@ def _shard_rules(lay: Layout, system: System) -> Iterator[str]:
     if hybrid and "hybrid_sharding" not in system.accepts.features:
         yield f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}"
     if hybrid and (degree == 1 or lay.zero_stage == 0):
-        yield (
-            f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing: take "
-            "zero_stage 0, or a shard_degree of at least 2"
-        )
+        nothing = f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing"
+        yield f"{nothing}: give zero_stage 0, or a shard_degree of at least 2"
 
 
 def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
@@ -198,8 +189,8 @@ def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
         return
     if work.document_len or work.seq_len % 4:
         yield (
-            "sample_len needs samples that are not packed (document_len), and a seq_len that is a "
-            "multiple of 4"
+            "sample_len needs a seq_len that is a multiple of 4, and cannot be combined with "
+            "document_len"
         )
     if lay.tp * lay.cp * lay.pp > 1:
         yield "sample_len with tp, cp or pp above 1 is not modelled"
@@ -221,9 +212,8 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]
 
 
 def _nested_rules(lay: Layout, work: Workload, system: System, kv_heads: int) -> Iterator[str]:
-    """The rules of an all-to-all inside context parallelism (TransformerEngine, a2a+p2p of
-    context_parallel.py: whole KV heads; no packed sequences, no sliding windows, no bias as of
-    ALiBi)."""
+    """The rules of an all-to-all inside context parallelism: whole KV heads; no packed sequences,
+    sliding windows or ALiBi (TransformerEngine, a2a+p2p in context_parallel.py)."""
     degree, ranks = lay.ulysses, lay.cp * lay.ulysses
     parts = ranks * lcm(2, lay.tp if lay.sp else 1)
     shared = f", and tp = {lay.tp} equal parts with sp" if lay.sp and lay.tp > 1 else ""
@@ -233,10 +223,8 @@ def _nested_rules(lay: Layout, work: Workload, system: System, kv_heads: int) ->
         "ALiBi": work.model.position == "alibi",
     }
     if "ulysses_in_cp" not in system.accepts.features:
-        yield (
-            f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
-            f"with ulysses = {degree}"
-        )
+        words = f"system {system.name} has no Ulysses inside context parallelism"
+        yield f"{words}, but cp = {lay.cp} with ulysses = {degree}"
     if work.seq_len % parts != 0:
         yield (
             f"seq_len {work.seq_len} must be a multiple of {parts}: each of cp x ulysses = {ranks} "
@@ -246,12 +234,13 @@ def _nested_rules(lay: Layout, work: Workload, system: System, kv_heads: int) ->
         yield f"{kv_heads} KV heads per rank must be a multiple of ulysses = {degree} inside cp"
     for words, holds in refused.items():
         if holds:
-            yield f"Ulysses inside context parallelism has no {words} (TransformerEngine)"
+            yield f"Ulysses inside context parallelism does not support {words} (TransformerEngine)"
 
 
 def _latent_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
-    """The rules of values with other columns than keys, in words of TransformerEngine, on stacks
-    with fused norms (context_parallel.py), and of DeepSpeed 0.19.8 (ulysses_sp.py)."""
+    """The rules of latent attention, whose values have other columns than keys, in the words of
+    TransformerEngine (context_parallel.py) and of DeepSpeed 0.19.8 (ulysses_sp.py).  Stacks with
+    fused norms use TransformerEngine."""
     if work.model.latent is None:
         return
     words = "Context parallelism does not support MLA with cp_comm_type="
@@ -281,7 +270,7 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
 
 
 def _shares_of_experts(lay: Layout, experts: Experts, system: System) -> Iterator[str]:
-    """The rules of experts, as Megatron-LM has them (megatron/training/arguments.py,
+    """The rules of expert parallelism, as in Megatron-LM (megatron/training/arguments.py,
     core/transformer/transformer_config.py, core/parallel_state.py)."""
     etp = lay.expert_tp
     ranks = lay.tp * lay.cp * lay.dp
@@ -300,10 +289,8 @@ def _shares_of_experts(lay: Layout, experts: Experts, system: System) -> Iterato
     if lay.ulysses > 1:
         yield f"experts with ulysses = {lay.ulysses} are not modelled"
     if lay.shard_degree > 0 and lay.tp * lay.shard_degree % (etp * lay.ep) != 0:
-        yield (
-            f"tp x shard_degree = {lay.tp * lay.shard_degree} must be a multiple of etp x ep = "
-            f"{etp} x {lay.ep} (experts are spread inside a replica)"
-        )
+        inside, spread = lay.tp * lay.shard_degree, f"etp x ep = {etp} x {lay.ep}"
+        yield f"tp x shard_degree = {inside} must be a multiple of {spread} (spread in a replica)"
 
 
 def _capacity_rules(work: Workload, system: System) -> Iterator[str]:
@@ -326,8 +313,8 @@ def _capacity_rules(work: Workload, system: System) -> Iterator[str]:
 
 
 def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
-    """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
-    (0.16.1, core/transformer/transformer_config.py)."""
+    """The rules of experts' exchanges that overlap with another micro-batch, as Megatron-core
+    asserts them (0.16.1, core/transformer/transformer_config.py)."""
     if system.experts.ep_overlap == "none":
         return
     option = "ep_overlap: overlap_moe_expert_parallel_comm is"
@@ -347,13 +334,10 @@ def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> Iterator[s
 
 
 def _batch_rules(lay: Layout) -> Iterator[str]:
-    per_pass = lay.replicas * lay.micro_batch
-    micro_batches = lay.num_micro_batches
-    if lay.global_batch % max(per_pass, 1) != 0:
-        yield (
-            f"global_batch {lay.global_batch} must be a multiple of replicas x micro_batch = "
-            f"{per_pass}"
-        )
+    each, micro_batches = lay.replicas * lay.micro_batch, lay.num_micro_batches
+    if lay.global_batch % max(each, 1) != 0:
+        unit = f"replicas x micro_batch = {each}"
+        yield f"global_batch {lay.global_batch} must be a multiple of {unit}"
     if lay.vpp > 1 and lay.pp == 1:
         yield f"vpp = {lay.vpp} needs pp > 1"
     if lay.vpp > 1 and micro_batches % lay.pp != 0:
@@ -361,19 +345,13 @@ def _batch_rules(lay: Layout) -> Iterator[str]:
 
 
 def _document_rules(lay: Layout, work: Workload) -> Iterator[str]:
-    """Context parallelism cuts every document into 2 x cp slices, as TransformerEngine's
-    variable-length attention does."""
+    """The rules of packed documents, each of which context parallelism cuts into 2 x cp slices, as
+    TransformerEngine's variable-length attention does."""
     length = work.document_len
     if length > work.seq_len:
-        yield (
-            f"document_len {length} must be at most seq_len = {work.seq_len} (longer documents are "
-            "cut there)"
-        )
+        yield f"document_len {length} must be at most seq_len = {work.seq_len}"
     if work.packed and lay.cp > 1 and length < 2 * lay.cp:
-        yield (
-            f"document_len {length} must be at least 2 x cp = {2 * lay.cp} (each document is cut "
-            "into two slices for each rank)"
-        )
+        yield f"document_len {length} must be at least 2 x cp = {2 * lay.cp} (two slices per rank)"
 
 
 def _model_rules(lay: Layout, work: Workload) -> Iterator[str]:
@@ -381,10 +359,8 @@ def _model_rules(lay: Layout, work: Workload) -> Iterator[str]:
     yield from _document_rules(lay, work)
     yield from part_rules(lay, work)
     if model.position == "learned" and model.max_positions < work.seq_len:
-        yield (
-            f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
-            f"{model.name}"
-        )
+        positions = f"{model.max_positions} learned positions of {model.name}"
+        yield f"seq_len {work.seq_len} exceeds the {positions}"
     if model.num_layers < lay.num_chunks and not lay.stages:
         yield f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks"
     if model.num_heads % (lay.tp * lay.ulysses) != 0:
@@ -396,7 +372,7 @@ def _model_rules(lay: Layout, work: Workload) -> Iterator[str]:
 
 
 def unmodelled_of_experts(model: Model, system: System) -> str:
-    """What of a stack, or of a model, is not modelled with experts; empty if everything is."""
+    """The feature of the stack or the model that is not modelled with experts; empty if none."""
     refused = {
         f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
         "reduce buckets that are allocated whole": system.zero.whole_buckets,

@@ -1,4 +1,4 @@
-"""Models, clusters and systems by name, YAML file or (models) Hugging Face config.json."""
+"""Loads models, clusters and stacks by name, from YAML files, or from a config.json."""
 
 import re
 from collections.abc import Collection
@@ -31,16 +31,14 @@ from rematbench.workload import Model
 Kind = Literal["model", "cluster", "system"]
 
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
-
-
 PARTS = ("experts", "latent", "memory")
-"""Facts of a model that are mappings."""
+"""Fields of a model whose values are mappings."""
 LAUNCH = (".toml", ".sh")
-"""Ends of the names of files that describe jobs, never models, clusters or stacks."""
+"""Suffixes of files that describe jobs, never models, clusters or stacks."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """The names of one kind that config/ ships, sorted."""
+    """The sorted names of the shipped models, clusters or stacks."""
     return _stems(_folder(kind))
 
 
@@ -51,14 +49,14 @@ def load_model(name_or_path: str | Path) -> Model:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A Cluster by name or YAML file; its `sources` gives the source of each number by key."""
+    """A Cluster by name or YAML file, with the source of each number in its `sources`."""
     path = located("cluster", name_or_path)
     return _shipped_cluster(path) if _is_shipped(path) else _cluster(path)
 
 
 @cache
 def rated() -> tuple[Cluster, ...]:
-    """The shipped clusters of GPUs whose kernels have rates."""
+    """The shipped clusters whose GPUs have published rates."""
     shipped = (load_cluster(name) for name in names("cluster"))
     return tuple(cluster for cluster in shipped if not cluster.roofline)
 
@@ -66,21 +64,20 @@ def rated() -> tuple[Cluster, ...]:
 # Why: docs/decisions/costs.md, How fast is a kernel on a GPU with another balance
 @cache
 def shipped_balances(generation: str) -> tuple[float, float] | None:
-    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation that have
-    rates; None for CPUs and for a generation that no shipped cluster has."""
+    """The smallest and the largest FLOP per HBM byte among shipped GPUs of a generation that have
+    rates; None for CPUs and for generations that no shipped cluster has."""
     found = [one.flop_per_byte for one in rated() if one.generation == generation != "cpu"]
     return (min(found), max(found)) if found else None
 
 
 def load_system(name_or_path: str | Path) -> System:
-    """A System by name, by an alias of config/systems (a published name), or by YAML file."""
+    """A System by name, by an alias that its file declares, or by YAML file."""
     path = located("system", name_or_path)
     return _shipped_system(path) if _is_shipped(path) else _system(path)
 
 
 def calibration(path: Path | None = None) -> Calibration:
-    """The calibration constants: read from the shipped file or from `path`.  Each file is read
-    once.  The keys of `gpus` are the GPU generations."""
+    """The calibration constants of the file `path` (None: the shipped one), which is read once."""
     return _calibration(path or data_dir("config") / "calibration.yaml")
 
 
@@ -107,10 +104,8 @@ def _cluster(path: Path) -> Cluster:
     values, sources, bases = _inherited("cluster", path)
     cluster = convert({**values, "sources": sources}, Cluster, label)
     if bases and "pcie_gpus_per_link" not in read_mapping(path, label):
-        shared = min(
-            cluster.pcie_gpus_per_link, cluster.gpus_per_node
-        )  # the base's nodes may be larger
-        cluster = replace(cluster, pcie_gpus_per_link=shared)
+        fewest = min(cluster.pcie_gpus_per_link, cluster.gpus_per_node)  # the base may have more
+        cluster = replace(cluster, pcie_gpus_per_link=fewest)
     entries = calibration().networks
     cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
     check_cluster(cluster, label, calibration().gpus)
@@ -129,7 +124,7 @@ def _system(path: Path) -> System:
 
 
 def _refuse_job(data: dict[str, Any], label: str) -> None:
-    """ConfigError for a configuration of a training package, with the command that reads it."""
+    """ConfigError, with the command that reads it, for a training package's configuration."""
     package = package_of(data)
     if package is not None:
         raise ConfigError(label, "", pointer(package, label))
@@ -139,10 +134,10 @@ OPEN_FACTS = (
     *("norm", "norm_keeps_steps", "rope", "loss_in_place", "loss_keeps_logits", "repeats_kv"),
     *("eager_operators", "step_scratch_bytes"),
 )
-"""Facts of which no value is right for most stacks: a stack of a user's own without a base that
-does not state one has an assumed value."""
+"""Facts whose defaults suit only some stacks.  If a user's stack has no base and does not state
+one, the value counts as assumed."""
 NETWORK = ("nics_per_node", "nic_bytes_per_s")
-"""The network of a node; it is assumed where a user's file of a cluster does not state it."""
+"""The network of a node, which counts as assumed if a user's cluster file does not state it."""
 FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
     ("norm", "eager"): {"norm_keeps_steps": True},
     **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
@@ -151,17 +146,17 @@ FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
     ("cuda_graphs", True): {"cuda_graphs": "layer"},
     ("cuda_graphs", False): {"cuda_graphs": "none"},
 }
-"""What follows from a fact that a file of a stack states, where the file does not say otherwise:
-eager operators save what each of them reads (`attention: eager` is torch's, unlike `unfused`, whose
-softmax is one kernel)."""
+"""Facts that a stated fact of a stack implies, unless the file states them.  Eager operators save
+what they read (`attention: eager` means torch's, whereas `unfused` has a softmax kernel)."""
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
     "system": ("aliases", "rows", "version_of"),
 }
-"""Keys that control how a file is located or used; files based on it do not inherit them."""
+"""Keys that say how a file is found or used; files that name it as their base do not inherit
+them."""
 OWN_KEYS = ("name", "version", "source", "base")
-"""Keys of a file with a `base` that override no fact."""
+"""Keys that are not facts, so that in a file with a `base` they override nothing."""
 
 
 def _inherited(
@@ -169,7 +164,7 @@ def _inherited(
 ) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
     """(values, sources, bases) of a file: the values of its `base` with the file's overrides, their
     sources, and the names of all bases, nearest first.  ConfigError for an override without a
-    source, or for circular bases."""
+    source and for bases in a circle."""
     label = _label(path)
     data = read_mapping(path, label)
     _refuse_job(data, label)
@@ -203,7 +198,7 @@ def _inherited(
 
 
 def _with_what_follows(values: dict[str, Any]) -> dict[str, Any]:
-    """A stack's stated facts with those of FOLLOWS."""
+    """A stack's stated facts, completed by those that FOLLOWS derives from them."""
     said = [(pair, more) for pair, more in FOLLOWS.items() if values.get(pair[0]) == pair[1]]
     follows = {key: value for _, more in said for key, value in more.items()}
     replaced = {pair[0] for pair, more in said if pair[0] in more}
@@ -211,7 +206,7 @@ def _with_what_follows(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
-    """The source of each override of a file with a `base`: the key's own source, or the file's."""
+    """The source of each override in a file with a `base`: that of the key, else of the file."""
     everywhere = str(data.get("source", ""))
     found: dict[str, str] = {}
     for key, entry in data.items():
@@ -231,9 +226,9 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
 def _constants(
     path: Path, name: str, bases: tuple[str, ...], entries: Collection[str]
 ) -> tuple[str, ...]:
-    """The entries of config/calibration.yaml that apply to a file: the entry of a shipped file's
-    name, then the entries of its bases.  A user's file gets no entry by its name, because its facts
-    may differ from those of a shipped file with the same name."""
+    """The entries of config/calibration.yaml that apply to a file: for a shipped file the entry of
+    its name, then the entries of its bases.  The name of a user's file does not count, because a
+    shipped file of the same name may have other facts."""
     names = (name, *bases) if _is_shipped(path) else bases
     return tuple(name for name in names if name in entries)
 
@@ -243,8 +238,8 @@ def _stems(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
-# Shipped files do not change while a program runs and are cached; a user's file may change and is
-# read each time.
+# Shipped files are cached, because they do not change while a program runs; a user's file may, so
+# it is read each time.
 _shipped_model = cache(_model)
 _shipped_cluster = cache(_cluster)
 _shipped_system = cache(_system)
@@ -260,14 +255,14 @@ def _folder(kind: Kind) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text names a file or a folder and not something shipped."""
+    """Whether a text is the path of a file or folder, not the name of something shipped."""
     path = Path(text)
     return path.suffix in {".yaml", ".yml", ".json", *LAUNCH} or "/" in text or path.is_dir()
 
 
 def located(kind: Kind, name_or_path: str | Path) -> Path:
-    """The file of a name, an alias or a path; ConfigError if it does not exist.  Only for a
-    model does a folder hide a shipped name."""
+    """The file of a name, an alias or a path; ConfigError if there is none.  A folder takes
+    precedence over a shipped name only for models."""
     text = str(name_or_path)
     path = Path(name_or_path)
     aliases = _aliases() if kind == "system" else {}
@@ -278,9 +273,8 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
         if not path.is_file():
             raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")
         if path.suffix in LAUNCH:
-            raise ConfigError(
-                text, "", f"not a {kind} file; read a job with: rematbench read {text}"
-            )
+            why = f"not a {kind} file; read a job with: rematbench read {text}"
+            raise ConfigError(text, "", why)
         return path
     stem = aliases.get(text, text)
     known = names(kind)
@@ -291,7 +285,7 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
 
 
 def _of_a_hub(kind: Kind, text: str) -> str:
-    """A hint for a text ORGANISATION/MODEL (no model hub is looked up); empty for other texts."""
+    """A hint for a model name of the form ORGANISATION/MODEL; empty for other texts."""
     if kind != "model" or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text[0] in "./~":
         return ""
     if Path(text).suffix in {".yaml", ".yml", ".json"}:
@@ -304,20 +298,23 @@ def _of_a_hub(kind: Kind, text: str) -> str:
 
 
 @cache
+def _of_stacks(key: str) -> dict[str, Any]:
+    """`{file stem: value}` of the shipped stacks whose file has a key."""
+    paths = {stem: _folder("system") / f"{stem}.yaml" for stem in names("system")}
+    files = {stem: read_mapping(path, _label(path)) for stem, path in paths.items()}
+    return {stem: data[key] for stem, data in files.items() if key in data}
+
+
+@cache
 def _aliases() -> dict[str, str]:
-    """Published system names that differ from file names: `{alias: file stem}`."""
-    found: dict[str, str] = {}
-    for stem in names("system"):
-        path = _folder("system") / f"{stem}.yaml"
-        data = read_mapping(path, _label(path))
-        found.update(dict.fromkeys(data.get("aliases", ()), stem))
-    return found
+    """Published names of stacks that differ from file names: `{alias: file stem}`."""
+    return {name: stem for stem, listed in _of_stacks("aliases").items() for name in listed}
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The published rows of a stack: rows of one of `systems` (a name with * is a pattern for
-    versions that were not read), and rows of the family `system` whose note contains `note`.
-    `recompute` maps a word in the recompute column of such a row to the stack's method."""
+    """Which published rows belong to a stack: those that name one of `systems` (a name with * is a
+    pattern for versions without a file), and those that name the family `system` and have `note`
+    in their note.  `recompute`: the method that each word in the rows' recompute column means."""
 
     system: str = ""
     systems: tuple[str, ...] = ()
@@ -327,21 +324,23 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
-    with its methods by the row's words; without a claim, the row's `system` and no methods."""
-    plain = _plain(system)
-    for stem, claim in _claimed_rows().items():
-        listed = plain in map(_plain, claim.systems)
-        if listed or (system == claim.system and claim.note in note):
+    """(stack, methods by word) of a published row, from the first stack whose file claims it under
+    `rows`; without a claim, the stack of the row's `system`, and its file's methods if one of the
+    patterns there is for that name."""
+    plain, claims = _plain(system), _claimed_rows()
+    for stem, claim in claims.items():
+        if plain in map(_plain, claim.systems) or (system == claim.system and claim.note in note):
             return stem, claim.recompute
     shipped = {_plain(name): name for name in (*_aliases(), *names("system"))}
-    return version_of(system) or shipped.get(plain, system), {}
+    stack = version_of(system) or shipped.get(plain, system)
+    own = claims.get(_aliases().get(stack, stack), RowClaim())
+    return stack, own.recompute if any(fnmatchcase(plain, name) for name in own.systems) else {}
 
 
 @cache
 def version_of(system: str) -> str:
-    """The stack with the longest pattern for a published name; empty if no pattern matches, and
-    for a name that a file states, in any spelling."""
+    """The stack whose pattern (the longest, if several) matches a published name; empty if none
+    matches or if a file states the name itself, in any spelling."""
     claims, plain = _claimed_rows(), _plain(system)
     patterns = {name: stem for stem, claim in claims.items() for name in claim.systems}
     families = (claim.system for claim in claims.values())
@@ -357,31 +356,26 @@ def _plain(name: str) -> str:
 
 @cache
 def _claimed_rows() -> dict[str, RowClaim]:
-    """`{file stem: claim}` of the stacks that claim published rows."""
-    found: dict[str, RowClaim] = {}
-    for stem in names("system"):
-        path = _folder("system") / f"{stem}.yaml"
-        claim = read_mapping(path, _label(path)).get("rows")
-        if claim is not None:
-            found[stem] = convert(claim, RowClaim, _label(path))
-    return found
+    """The claims of published rows, by the file stem of their stack."""
+    claims = _of_stacks("rows").items()
+    return {stem: convert(claim, RowClaim, f"config/systems/{stem}.yaml") for stem, claim in claims}
 
 
 def _label(path: Path) -> str:
-    """A file's name in errors: config/... for shipped files, else the path as given."""
+    """A file's name in errors: config/... for shipped files, else its path."""
     config = data_dir("config")
     return f"config/{path.relative_to(config)}" if path.is_relative_to(config) else str(path)
 
 
 def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
-    """The source of a Model as one text: the file's source, then the sources of single keys."""
+    """The source of a Model as one text: that of the file, then those of single keys."""
     own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
     return "; ".join([everywhere.strip(), *own] if everywhere else own)
 
 
 def _windows(values: dict[str, Any], label: str) -> list[int]:
-    """The attention window (tokens) of each layer; a shorter list whose length divides the number
-    of layers is repeated.  ConfigError if the length does not divide it."""
+    """The attention window of each layer in tokens; a shorter list is repeated.  ConfigError if its
+    length does not divide the number of layers."""
     window = values.get("attention_window", [])
     layers = values.get("num_layers")
     if not window or not isinstance(window, list) or not isinstance(layers, int):

@@ -1,5 +1,5 @@
-"""The rules of weights that several layers share, and of matrices that ranks cut both ways; what is
-not modelled says how many parameters there are."""
+"""The rules of layers that share weights, of memory layers, and of matrices that are split in both
+dimensions.  Refusals of what is not modelled still state the number of parameters."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def part_rules(lay: Layout, work: Workload) -> Iterator[str]:
 
 
 def _memory_rules(lay: Layout, work: Workload) -> Iterator[str]:
-    """Memory layers, whose table is whole on a rank."""
+    """The rules of memory layers, whose table is not split."""
     model, given = work.model, work.model.memory
     if given is None:
         return
@@ -35,12 +35,12 @@ def _memory_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if wrong or list(given.layers) != sorted({*given.layers}):
         yield (
             f"memory: key_dim {given.key_dim} must be even, top {given.top} at most keys = "
-            f"{given.keys}, and layers {given.layers} ascend below {model.num_layers}"
+            f"{given.keys}, and layers {given.layers} ascending and below {model.num_layers}"
         )
 
 
 def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
-    """Matrices that are cut both ways: what is not modelled beside."""
+    """The rules of matrices that are split in both dimensions (`tp_columns`)."""
     model, count = work.model, lay.tp_columns
     if count == 1:
         return
@@ -62,8 +62,8 @@ def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
 
 
 def _shared_rules(lay: Layout, work: Workload) -> Iterator[str]:
-    """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
-    both."""
+    """The rules of layers that share weights and of narrow embeddings, which are modelled only
+    without a split over ranks."""
     model = work.model
     name, shares = model.name, model.layer_groups > 0
     whole = max(lay.tp, lay.pp) == 1
@@ -73,13 +73,10 @@ def _shared_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if shares and model.num_layers % max(1, model.layer_groups) != 0:
         yield f"{model.num_layers} layers must be a multiple of layer_groups {model.layer_groups}"
     if shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0):
-        yield (
-            "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
-            f"or with some of them frozen; {size}"
-        )
+        others = "pp above 1, ZeRO 2 and 3 or frozen layers"
+        yield f"layers that share weights are not modelled with {others}; {size}"
     if shares and (model.experts is not None or bool(model.attention_window)):
-        yield (
-            f"layers that share weights are not modelled with experts or attention windows; {size}"
-        )
+        others = "experts or attention windows"
+        yield f"layers that share weights are not modelled with {others}; {size}"
     if model.embedding_width > 0 and not whole:
         yield f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}"

@@ -1,5 +1,6 @@
-"""Directories of the shipped data: in a checkout, or inside an installed wheel."""
+"""Directories of the shipped data, in a checkout or inside an installed wheel."""
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +15,12 @@ IN_CHECKOUT: dict[DataKind, str] = {
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@cache
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 
-    A wheel contains `rematbench/_data`.  A checkout (editable install) uses its top-level
-    directories instead, so that edits take effect at once.
+    An installed wheel has it in `rematbench/_data`.  A checkout (editable install) uses its
+    top-level directories instead, so that edits take effect at once.
     """
     packaged = _PACKAGE / "_data"
     if packaged.is_dir():

@@ -1,6 +1,6 @@
-"""What a compute precision changes: a stack's bytes, a GPU's peak, the attention kernels that run.
+"""What depends on the compute precision: a stack's bytes, a GPU's peak, the attention kernels.
 
-Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates of bf16.
+Files of stacks and clusters describe 16 bits; fp16 has the bytes and rates of bf16.
 """
 
 from rematbench.inputs.cluster import Cluster
@@ -10,24 +10,24 @@ from rematbench.model import BYTES_PER_ELEMENT
 from rematbench.workload import Model, Precision, Trained
 
 WIDE: tuple[Precision, ...] = ("fp32", "fp64")
-"""The precisions of more than 16 bits."""
+"""The precisions with more than 16 bits."""
 FP32, MASTER = 4, 4
-"""Bytes of an fp32 element, and of a parameter's fp32 copy among the optimizer's states."""
+"""Bytes of an fp32 element, and of a parameter's fp32 master weight in the optimizer states."""
 OF_TRAINED = (
     *("grad_bytes", "optimizer_bytes", "reduce_bytes", "step_scratch_bytes", "late_state_bytes"),
 )
-"""The states of what trains."""
+"""The facts of a stack that size the states of trained weights."""
 ADAM = 12
-"""Bytes of Adam's states with an fp32 copy of the parameters."""
+"""Bytes per parameter of Adam's states with an fp32 master weight."""
 
 
 def in_precision(system: System, precision: Precision, zero_stage: int) -> System:
-    """The stack with the bytes of training in a precision; in 16 bits the stack itself.
+    """The stack with the bytes of training in a precision; for 16 bits the stack itself.
 
-    Parameters, gradients and messages have the width of the precision.  Parameters that are fp32
-    already need no copy (`fp32_copy`: a stack that makes one all the same), and Adam's
-    moments stay fp32, or have the width of the parameters (as in torch.optim) if they had it in 16
-    bits or are those of fp64.
+    Parameters, gradients and messages have the width of the precision.  Parameters in fp32 need no
+    master weights (stacks with `fp32_copy` make them all the same).  Adam's moments stay fp32;
+    they get the width of the parameters, as in torch.optim, if they have it in 16 bits too, and in
+    fp64.
     """
     if precision not in WIDE:
         return system
@@ -52,12 +52,12 @@ def in_precision(system: System, precision: Precision, zero_stage: int) -> Syste
 
 
 def of_trained(system: System, work: Trained, zero_stage: int) -> System:
-    """The stack with the bytes of the weights that do not train, as the work holds them, and of the
-    gradients and optimizer states of those that do.
+    """The stack with the bytes of frozen weights, and of gradients and optimizer states of trained
+    weights, in the formats of the work.
 
-    torch.optim keeps moments in the parameters' precision, and trained parameters that are fp32
-    need no copy.  A linear of less than 16 bits is counted in parameters of this stack
-    (`Op.parameters`), and so is what trains in fp32.
+    torch.optim keeps moments in the parameters' precision, and trained fp32 parameters need no
+    master weights.  Linears with fewer than 16 bits, and weights that train in fp32, are converted
+    to a number of this stack's parameters (`Op.parameters`).
     """
     changed: dict[str, int] = {}
     if work.trained_dtype != "stack" and system.states.param_bytes < FP32:
@@ -70,13 +70,14 @@ def of_trained(system: System, work: Trained, zero_stage: int) -> System:
 
 
 def with_optimizer(system: System, kind: OptimizerKind | None) -> System:
-    """The stack with another optimizer than its Adam, whose master weights stay.
+    """The stack with another optimizer in place of Adam; master weights stay.
 
-    Adam and Lion in 8 bits: one byte for each state (bitsandbytes, optim/optimizer.py; 1.6 % more
-    for the scales of blocks of 256 are left out, as are 8 bytes for the parameters of tensors below
-    4,096 elements); in 4 bits torchao, optim/subclass_4bit.py.  Adafactor: sums of rows and columns
-    (Shazeer & Stern 2018), no bytes a parameter.  Lion, SGD with momentum and Muon: one state of
-    the moments' width (Muon's Adam of embedding and head has two; their second is left out).
+    Adam and Lion in 8 bits have one byte per state (bitsandbytes, optim/optimizer.py; not counted
+    are the scales of blocks of 256, 1.6 %, and the 8-byte states of tensors below 4,096 elements).
+    Adam in 4 bits is that of torchao, optim/subclass_4bit.py.  Adafactor keeps sums of rows and
+    columns (Shazeer & Stern 2018), which count as 0 bytes per parameter.  Lion, SGD with momentum
+    and Muon have one state as wide as Adam's moments (Muon updates embedding and head with Adam,
+    whose second moment is not counted).
     """
     if kind is None:
         return system
@@ -94,8 +95,8 @@ def with_optimizer(system: System, kind: OptimizerKind | None) -> System:
 
 
 def _states(system: System, width: int) -> tuple[int, int, int]:
-    """Bytes of a parameter's optimizer states, of the update's scratch, and of late states, all
-    without a copy of the parameters."""
+    """Bytes per parameter of optimizer states, of the update's scratch, and of late states, all
+    without master weights."""
     states, scratch, late = (
         system.states.optimizer_bytes,
         system.states.step_scratch_bytes,
@@ -115,7 +116,7 @@ def peak_flop_per_s(
     cluster: Cluster, calibration: Calibration, work: Precision, tf32: bool
 ) -> float:
     """The dense peak of matrix products in a precision (`tf32`: fp32 products run in TF32); 0 if
-    neither the cluster's file nor its generation declares it."""
+    neither the cluster file nor the GPU generation declares it."""
     if work not in WIDE:
         return cluster.peak_flop_per_s
     key = "tf32" if work == "fp32" and tf32 else work
@@ -128,12 +129,12 @@ def peak_flop_per_s(
 
 
 def attention_problem(system: System, model: Model, precision: Precision, backend: str) -> str:
-    """Why fused attention (`backend`: a kernel other than the stack's, by name) has no kernel on a
-    GPU in a precision; empty if it has one.
+    """Why no fused attention kernel of the stack (or the kernel `backend`, if named) takes a
+    precision; empty if one does.
 
-    Flash attention takes 16 bits.  torch's SDPA takes its memory-efficient kernel in fp32, which
-    needs as many heads of keys as of queries (aten/native/transformers/cuda/sdp_utils.cpp); in fp64
-    only its plain products are left, with scores in memory.
+    Flash attention takes 16 bits.  torch's SDPA has a memory-efficient kernel for fp32, which needs
+    equal numbers of query and key heads (aten/native/transformers/cuda/sdp_utils.cpp); for fp64 it
+    has only plain products, with scores in memory.
     """
     if precision not in WIDE:
         return ""
@@ -153,12 +154,12 @@ def attention_problem(system: System, model: Model, precision: Precision, backen
 
 
 NO_SINKS = ("fa1", "fa2", "triton")
-"""Kernels of FlashAttention without a logit beside the scores; cuDNN's has one, and so has the
-build of FlashAttention-3 that gpt-oss's authors name (kernels-community/vllm-flash-attn3)."""
+"""Kernels without support for attention sinks.  cuDNN supports them, and so does the build of
+FlashAttention-3 that the authors of gpt-oss recommend (kernels-community/vllm-flash-attn3)."""
 
 
 def sinks_problem(model: Model, kernel: str) -> str:
     """Why a kernel cannot run a model with attention sinks; empty if it can."""
     if not model.attention_sinks or kernel not in NO_SINKS:
         return ""
-    return f"attention {kernel!r} has no attention sinks, which {model.name} has"
+    return f"attention {kernel!r} does not support attention sinks, which {model.name} has"

@@ -1,4 +1,4 @@
-"""Recipes of quantised linears, from config/recipes.yaml: named sets of what is held in FP8."""
+"""Recipes by which linears are quantised to FP8 and similar formats, from config/recipes.yaml."""
 
 from functools import cache
 from math import ceil
@@ -15,28 +15,28 @@ from rematbench.inputs.system import System, with_facts
 from rematbench.workload import Work, Workload
 
 Library = Literal["transformer_engine", "torchao"]
-"""What quantises: TransformerEngine, whose linears save their input quantised, and which keeps
-copies of weights for a step; torchao, which keeps both in 16 bits and casts at each use."""
+"""The library that quantises.  TransformerEngine's linears save their input quantised and keep
+quantised weights for a step; torchao keeps both in 16 bits and casts at each use."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How linears are quantised.
 
-    - `only`: the library that alone has it ("": both).
-    - `bits`: of an element; `block`: elements of a row that share a scale of `scale_bytes` bytes
-      (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
-      have a multiple of so many rows (0: never, as a piece has another largest element).
-    - `amax_passes`: times that a tensor is read for its largest element before it is quantised.
-    - `reduces`: the largest elements that ranks reduce: of a `tensor`, before tensor parallelism
-      gathers it quantised; of the `history` of a pass, after it, over all ranks of a stage.
-    - `keeps_original`: a linear saves its input in 16 bits where another operator saves that too
-      (set_save_original_input of TransformerEngine, which delayed scales do not allow).
-    - `gathered_forms`: forms of an output's gradient that tensor parallelism gathers (by rows, and
-      by columns where their scales differ).
-    - `copies`: bytes of a weight's quantised copies by GPU generation, with the transpose where
-      products need it; other generations have no kernels.  `wide_gather`: parameters that are
-      quantised are gathered in 16 bits all the same.
-    - `gemm`: the speed of products over that of 16 bits, by GPU generation (none: not timed).
+    - `only`: the only library that has the recipe ("": both have it).
+    - `bits`: bits per element; `block`: elements of a row that share a scale of `scale_bytes` bytes
+      (0: one scale per tensor).  `rows`: pieces of a tensor get the same values as the whole if
+      they have a multiple of this many rows (0: never, because their largest elements differ).
+    - `amax_passes`: how often a tensor is read for its largest element before it is quantised.
+    - `reduces`: the largest elements that ranks reduce: that of each `tensor` before tensor
+      parallelism gathers it quantised, or the `history` of a pass over all ranks of a stage.
+    - `keeps_original`: a linear saves its input in 16 bits if another operator saves it too
+      (set_save_original_input of TransformerEngine; not with delayed scales).
+    - `gathered_forms`: how many forms of an output gradient tensor parallelism gathers (by rows,
+      and by columns too if their scales differ).
+    - `copies`: bytes of a weight's quantised copies by GPU generation, with the transpose if
+      products need it; other generations have no kernels.  `wide_gather`: quantised parameters are
+      nevertheless gathered in 16 bits.
+    - `gemm`: speed of products relative to 16 bits, by GPU generation (missing: not timed).
     """
 
     words: str
@@ -54,12 +54,13 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gemm: dict[str, Number] = {}
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of a quantised tensor, with its scales if they are those of rows."""
+        """Bytes of a row of a quantised tensor, with the scales of its blocks."""
         scales = ceil(columns / self.block) * self.scale_bytes if self.block else 0
         return ceil(columns * self.bits / 8) + scales
 
     def forms(self, generation: str) -> int:
-        """Forms in which products read a tensor: one, or by rows and by columns, as of a weight."""
+        """The number of quantised forms of a tensor that products read: one, or two (by rows and by
+        columns)."""
         return max(1, round(8 * self.copies[generation] / self.bits))
 
 
@@ -76,18 +77,19 @@ def recipe_file() -> _File:
 
 
 def recipe_of(work: Work) -> Recipe | None:
-    """The recipe of a work; None where nothing is quantised."""
+    """The recipe of a work; None if nothing is quantised."""
     return None if work.recipe == "none" else recipe_file().recipes[work.recipe]
 
 
 def library_of(system: System) -> Library | None:
-    """What quantises the linears of a stack; None where it has none."""
+    """The library that quantises linears in a stack; None if it has none."""
     names = (system.name, *system.constants)
     return next((found for name in names if (found := recipe_file().libraries.get(name))), None)
 
 
 def check_recipe(work: Workload, system: System, generation: str) -> None:
-    """RateError for a recipe that the GPUs or the stack lack, or that contradicts the job."""
+    """RateError for a recipe that the GPUs or the stack do not support or that contradicts the
+    job."""
     recipe, named, layers = recipe_of(work), f"recipe {work.recipe}", work.model.num_layers
     if recipe is None:
         problems = {"fp8_params and bf16_ends need a recipe": work.fp8_params or work.bf16_ends}
@@ -96,19 +98,19 @@ def check_recipe(work: Workload, system: System, generation: str) -> None:
         own = ", ".join(name for name, one in known if generation in one.copies) or "none"
         named = f"{named} ({recipe.words})"
         problems = {
-            f"{named} has no kernels on {generation} (its recipes: {own})": (
+            f"{named} has no kernels on {generation} (recipes there: {own})": (
                 generation not in recipe.copies
             ),
-            f"{named}: no quantised linears are known of stack {system.name}": (
+            f"{named}: stack {system.name} is not known to quantise linears": (
                 library_of(system) is None
             ),
-            f"{named} is not a recipe of {library_of(system)}, which stack {system.name} has": (
+            f"{named} is not a recipe of {library_of(system)}, which stack {system.name} uses": (
                 recipe.only not in ("", library_of(system))
             ),
-            f"{named} with precision {work.precision} is not modelled (bf16)": (
+            f"{named} with precision {work.precision} is not modelled (only bf16)": (
                 work.precision != "bf16"
             ),
-            f"{named} with weights that do not train is not modelled": not work.trains_all,
+            f"{named} with frozen weights is not modelled": not work.trains_all,
             f"{named} with bf16_ends {work.bf16_ends} quantises none of the {layers} layers": (
                 not any(work.quantises(layer, layers) for layer in range(layers))
             ),
@@ -122,16 +124,16 @@ def check_recipe(work: Workload, system: System, generation: str) -> None:
 
 
 def untimed(work: Work, generation: str) -> str:
-    """Why products of a work's recipe have no seconds; empty if they have."""
+    """Why products of a work's recipe cannot be timed; empty if they can."""
     recipe = recipe_of(work)
     if recipe is None or generation in (CPU, *recipe.gemm):
         return ""
-    return f"no published rate of products of recipe {work.recipe}"
+    return f"no published rate of matrix products of recipe {work.recipe}"
 
 
 def with_recipe(system: System, work: Work) -> System:
     """The stack with the bytes of gathers of quantised parameters.  Deviation: embedding, head and
-    norms, which stay in 16 bits, are sent in the width of the linears."""
+    norms, which stay in 16 bits, are counted in the width of the linears."""
     recipe = recipe_of(work)
     if recipe is None or not work.fp8_params or recipe.wide_gather:
         return system
@@ -139,14 +141,14 @@ def with_recipe(system: System, work: Work) -> System:
 
 
 def holds_copies(work: Work, system: System, zero_stage: int) -> bool:
-    """Whether a rank keeps quantised weights for a step.  Weights that are gathered for each pass
-    are quantised for each."""
+    """Whether a rank keeps quantised weights for a whole step.  Weights that are gathered for each
+    pass are quantised anew for each."""
     return work.recipe != "none" and library_of(system) != "torchao" and zero_stage != 3
 
 
 def resident_bytes(work: Work, system: System, generation: str, zero_stage: int) -> float:
-    """Bytes that a rank holds of a quantised weight beside the stack's parameters; below 0 where it
-    takes fewer than these."""
+    """Bytes per quantised weight that a rank holds in addition to the stack's parameters; negative
+    if quantised parameters take fewer."""
     recipe = recipe_of(work)
     if recipe is None or not holds_copies(work, system, zero_stage):
         return 0.0

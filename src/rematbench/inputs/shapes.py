@@ -1,8 +1,7 @@
-"""Sizes on one rank: tokens, shards, widths and element bytes."""
+"""Sizes of tensors on one rank: tokens, shards, widths and element bytes."""
 
 from msgspec import Struct
 
-from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
@@ -12,9 +11,9 @@ class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
     `kv_width`, `v_width`, `out_width` (of attention's output), `heads`, `kv_heads`, `ffn` and
-    `vocab`: the rank's tensor-parallel share; `hidden`: its hidden columns, over `columns` ranks;
-    `document_len`: tokens of a document, the whole sequence if none are packed; `documents`: the
-    documents of one sequence."""
+    `vocab`: the rank's tensor-parallel share; `hidden`: the rank's hidden columns, split over
+    `columns` ranks; `document_len`: tokens per document (seq_len without packing); `documents`:
+    documents per sequence."""
 
     tokens: int
     shard_tokens: int
@@ -39,7 +38,7 @@ class Shapes(Struct, frozen=True, kw_only=True):
 
 
 def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
-    """The sizes on one rank; KV heads are replicated if tp exceeds their number."""
+    """The sizes on one rank; if tp exceeds the number of KV heads, KV heads are replicated."""
     model, tp = work.model, layout.tp
     tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
     sequence_parallel = layout.sequence_parallel
@@ -69,21 +68,21 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
 
 
 def causal_pairs(seq_len: int, window: int) -> int:
-    """Causal (query, key) pairs of one sequence and one head, with an attention window in tokens
-    (0: no window)."""
+    """The number of causal (query, key) pairs of one sequence and one head, within an attention
+    window in tokens (0: no window)."""
     if window == 0 or window >= seq_len:
         return seq_len * (seq_len + 1) // 2
     return window * (window + 1) // 2 + (seq_len - window) * window
 
 
 def packed_pairs(seq_len: int, document_len: int, window: int) -> int:
-    """Causal pairs of one sequence of documents of equal length (the last one may be shorter) and
-    one head, inside documents and inside the window."""
+    """The number of causal pairs of one head in a sequence of packed documents of equal length (the
+    last may be shorter), within documents and within the window."""
     whole, rest = divmod(seq_len, document_len)
     return whole * causal_pairs(document_len, window) + causal_pairs(rest, window)
 
 
-def reached_share(places: Quantity, copies: int) -> Quantity:
-    """Ranks (or nodes) of `places` that are sent one of `copies` of a token or more, over the
-    copies; all places are equally likely."""
+def reached_share(places: int, copies: int) -> float:
+    """The expected number of ranks (or nodes) that receive at least one of a token's `copies`,
+    divided by `copies`, if each copy goes to any of `places` with equal probability."""
     return places * (1.0 - (1.0 - 1.0 / places) ** copies) / max(copies, 1)

@@ -1,4 +1,4 @@
-"""The facts of a stack, each with its value, its source and the file that sets it."""
+"""The facts of a stack, each with its value, its source and the stack whose file sets it."""
 
 from functools import cache
 from typing import Any
@@ -13,12 +13,12 @@ from rematbench.inputs.system import FACTS
 DEFAULT = "default"
 UNSET = "not set in any file: the default of every stack"
 NO_FACTS = (*OWN_KEYS, "sources", "constants", "scales")
-"""Fields of a stack that are not facts."""
+"""Fields of System that are not facts."""
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """One key of a stack.  `file`: the stack, in the chain of bases, whose file sets the key;
-    `source`: the key's own source (empty: the `source:` of that file)."""
+    """One fact of a stack.  `file`: the stack, in the chain of bases, whose file sets it; `source`:
+    the fact's own source (empty: that of the file)."""
 
     value: object
     source: str
@@ -26,7 +26,7 @@ class Fact(Struct, frozen=True, kw_only=True):
 
 
 def chain(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """A stack's file and the files of its bases, nearest first: (name, mapping as written)."""
+    """The files of a stack and of its bases, nearest first: (name, mapping as written)."""
     found: list[tuple[str, dict[str, Any]]] = []
     while name:
         path = located("system", name)
@@ -37,7 +37,7 @@ def chain(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def facts(name: str) -> dict[str, Fact]:
-    """Every fact of a stack by key; facts in its file replace those of its bases."""
+    """The facts that files set for a stack, by key; its own file overrides its bases."""
     found: dict[str, Fact] = {}
     for file, data in reversed(chain(name)):
         for key, entry in data.items():
@@ -51,14 +51,14 @@ def facts(name: str) -> dict[str, Fact]:
 
 
 def defaults(name: str) -> dict[str, Fact]:
-    """The facts of a stack that no file sets, each with its default."""
+    """The facts of a stack that no file sets, with their defaults."""
     values, present = flat(load_system(name)), facts(name)
     unset = [key for key in FACTS if key not in (*present, *NO_FACTS)]
     return {key: Fact(value=values[key], source=UNSET, file=DEFAULT) for key in sorted(unset)}
 
 
 def differences(name: str) -> dict[str, Fact]:
-    """The facts in a stack's file that override its base; empty for a stack without a base."""
+    """The facts in which a stack's file overrides its base; empty without a base."""
     first, data = chain(name)[0]
     if "base" not in data:
         return {}
@@ -76,10 +76,10 @@ def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
     return rows
 
 
-@cache  # a search asks for each layout that a stack does not have
+@cache  # a search calls it for every layout that the stack refuses
 def other_versions(name: str) -> dict[str, dict[str, object]]:
-    """The shipped stacks that are other versions of a shipped stack, each with the facts in which
-    it differs; empty for a user's stack."""
+    """The other shipped versions of a shipped stack, each with the facts in which it differs; empty
+    for a user's stack."""
     if name not in names("system"):
         return {}
     family = {stem: str(chain(stem)[0][1].get("version_of", stem)) for stem in names("system")}

@@ -1,23 +1,27 @@
-"""The stages of a pipeline as text, in the letters of Megatron-core: what each stage holds."""
+"""Pipeline stages written as text in the letters of Megatron-core, which say what each holds."""
 
 import re
-from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
-from rematbench.inputs.layout import Layout, LayoutError, Partition, even_partition
+from rematbench.inputs.layout import (
+    Layout,
+    LayoutError,
+    Partition,
+    even_sizes,
+    partition_of_sizes,
+)
 from rematbench.workload import Model
 
 MOST_LETTERS = 1 << 16
-"""More letters than the passes of any layout allow; longer texts are typing errors."""
+"""Longer texts are typing errors, because no layout has that many passes."""
 SHORTEST = 5
-"""So many equal letters are printed with a factor."""
+"""The shortest run of equal letters that is printed with a factor."""
 
 
 class Stage(NamedTuple):
-    """What a virtual stage of a pipeline holds: its decoder layers and its prediction layers
-    (global indices; prediction layers count on behind the decoder's), the embedding, the loss with
-    the head."""
+    """What a virtual stage holds: decoder layers and prediction layers (global indices; prediction
+    layers are numbered after the decoder's), the embedding, and the head with the loss."""
 
     layers: tuple[int, ...]
     prediction: tuple[int, ...] = ()
@@ -26,15 +30,15 @@ class Stage(NamedTuple):
 
     @property
     def letters(self) -> str:
-        """The stage in the letters of `read_stages`."""
+        """The stage in the letters that `read_stages` takes."""
         text = "t" * len(self.layers) + "m" * len(self.prediction)
         return "E" * self.embedding + text + "L" * self.head
 
 
 def read_stages(text: str) -> tuple[Stage, ...]:
-    """The stages of a text such as `Et*3|(tt|)*29,m|L`, in pipeline order: E the embedding, t a
-    layer, m a prediction layer, L the loss, `|` the next stage; commas have no meaning.
-    LayoutError for another letter, or for another order of the letters.
+    """The stages of a text such as `Et*3|(tt|)*29,m|L`, in pipeline order: E is the embedding, t a
+    layer, m a prediction layer, L the loss, and `|` begins the next stage; commas are ignored.
+    LayoutError for other letters or another order.
 
     Source: megatron-core 0.16.1, transformer/pipeline_parallel_layer_layout.py (parse_str_to_list,
     validate_layer_layout).
@@ -57,7 +61,7 @@ def read_stages(text: str) -> tuple[Stage, ...]:
 
 
 def _unrolled(text: str) -> str:
-    """The letters of a text without factors and commas."""
+    """The letters of a text with its factors multiplied out, without commas and spaces."""
     letters = text.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         longest = sum(len(one[1]) * int(one[2][:9]) for one in re.finditer(pattern, letters))
@@ -68,7 +72,7 @@ def _unrolled(text: str) -> str:
 
 
 def stages_text(stages: tuple[Stage, ...]) -> str:
-    """The text that `read_stages` reads as these stages; equal stages have a factor."""
+    """The text that `read_stages` reads as these stages; runs of equal stages get a factor."""
     *rest, last = (_short(stage.letters) for stage in stages)
     runs = [(stage, len([*equal])) for stage, equal in groupby(rest)]
     return "".join(f"({s}|)*{n}" if n > 1 else f"{s}|" for s, n in runs) + last
@@ -80,7 +84,7 @@ def _short(letters: str) -> str:
 
 
 def stages_of(partition: Partition, num_layers: int) -> tuple[Stage, ...]:
-    """The stages of a partition in pipeline order, for a decoder with so many layers."""
+    """The stages of a partition in pipeline order, for a decoder of `num_layers` layers."""
     chunks = [rank[c] for c in range(len(partition[0])) for rank in partition]
     last = len(chunks) - 1
     return tuple(
@@ -95,12 +99,11 @@ def stages_of(partition: Partition, num_layers: int) -> tuple[Stage, ...]:
 
 
 def base_partition(model: Model, layout: Layout) -> Partition:
-    """The partition that a layout states, or the even one with the prediction layers at the end of
-    the last stage.  LayoutError for a text of other stages or layers."""
+    """The partition that a layout states, or the even one with the prediction layers in the last
+    stage.  LayoutError if the stated stages have other numbers of stages or layers."""
     if not layout.stages:
-        ranks = [list(rank) for rank in even_partition(model.num_layers, layout)]
-        ranks[-1][-1] += tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
-        return tuple(tuple(rank) for rank in ranks)
+        sizes = even_sizes(model.num_layers, layout)
+        return partition_of_sizes(sizes, layout.pp, model.mtp_layers)
     stages = read_stages(layout.stages)
     counts = tuple(sum(map(len, held)) for held in zip(*(one[:2] for one in stages), strict=True))
     wanted = (model.num_layers, model.mtp_layers)
@@ -109,12 +112,11 @@ def base_partition(model: Model, layout: Layout) -> Partition:
             f"layout {layout.stages!r} has {_words(*counts)} in {len(stages)} stages; "
             f"{_words(*wanted)} in pp x vpp = {layout.num_chunks} are needed"
         )
-    sizes = [sum(map(len, stage[:2])) for stage in stages]
-    return partition_of_sizes(sizes, layout.pp)
+    return partition_of_sizes([sum(map(len, stage[:2])) for stage in stages], layout.pp)
 
 
 def prediction_rank(model: Model, layout: Layout) -> int | None:
-    """The pipeline rank of the layers that predict more tokens; None without any."""
+    """The pipeline rank that holds the prediction layers; None without such layers."""
     for rank, chunks in enumerate(base_partition(model, layout)):
         if any(layer >= model.num_layers for chunk in chunks for layer in chunk):
             return rank
@@ -124,12 +126,3 @@ def prediction_rank(model: Model, layout: Layout) -> int | None:
 def _words(layers: int, prediction: int) -> str:
     layer = f" and {prediction} prediction layer{'s' * (prediction > 1)}" * bool(prediction)
     return f"{layers} layers{layer}"
-
-
-def partition_of_sizes(sizes: Sequence[int], pp: int, more: int = 0) -> Partition:
-    """The partition over `pp` ranks whose chunks, in pipeline order, have so many layers of the
-    decoder; the last has `more` that predict more tokens."""
-    ends = [*accumulate(sizes, initial=0)]
-    ends[-1] += more
-    chunks = [tuple(range(a, b)) for a, b in pairwise(ends)]
-    return tuple(tuple(chunks[rank::pp]) for rank in range(pp))

@@ -1,4 +1,4 @@
-"""Rules of layouts for a model of which only a part trains."""
+"""The rules of jobs in which some weights are frozen."""
 
 from collections.abc import Iterator
 
@@ -9,16 +9,16 @@ from rematbench.workload import PACKED_BYTES, Trained, Workload
 
 
 def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
-    """The rules of a model of which only a part trains."""
+    """The messages of the rules that a job with frozen weights breaks."""
     model, mlp = work.model, {"gate", "up", "down"}
     experts = model.experts is not None and bool(mlp & {*work.targets})
     if not work.partly and work.base_dtype != "stack":
         yield (
-            f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
+            f"base_dtype {work.base_dtype} needs frozen weights, but all weights train (give "
             "lora_rank, trained_parts or frozen_layers)"
         )
     if work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")):
-        yield "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)"
+        yield "fp32_norms needs frozen norms, and linears with fewer than 16 bits (base_dtype)"
     if not work.lora_rank:
         for name in ("dora", "lora_targets", "lora_train", "lora_dropout"):
             if getattr(work, name) != facts(Trained)[name].default:
@@ -35,25 +35,23 @@ def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
         known = f"; {_bytes_of_adapters(work, system)}, over {lay.tp} ranks"
         yield words + known * (work.lora_rank > 0)
     if work.lora_rank % lay.tp > 0:
-        yield (
-            f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it"
-        )
+        yield f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, which splits it"
     yield from _frozen_rules(lay, work)
 
 
 def _frozen_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if work.frozen_layers > 0 and lay.pp > 1:
-        yield f"pp = {lay.pp} with frozen_layers: not modelled"
+        yield f"frozen_layers with pp = {lay.pp} is not modelled"
     if work.frozen_layers >= work.model.num_layers:
         layers = f"the model's {work.model.num_layers} layers"
         yield f"frozen_layers {work.frozen_layers} must be below {layers}"
     if work.trained_parts == "head" and lay.pp > 1:
-        yield f"pp = {lay.pp} where no layer trains: not modelled"
+        yield f"pp = {lay.pp} is not modelled if no layer trains"
 
 
 def _bytes_of_adapters(work: Workload, system: System) -> str:
-    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA's
-    magnitudes, one for each row of a linear, are left out."""
+    """The number and the bytes of low-rank adapters' weights, in words.  DoRA's magnitudes, one for
+    each row of a linear, are left out."""
     layers = range(work.frozen_layers, work.model.num_layers)
     count = work.lora_rank * sum(work.adapted_widths(layer) for layer in layers)
     states = system.states

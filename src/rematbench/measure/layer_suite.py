@@ -63,8 +63,8 @@ def load_layers(path: Path) -> LayerSuite:
             )
         layout = problem.layout
         if layout.gpus > 1 and (problem.name not in suite.alone or layout.gpus > layout.pp):
-            text = "one GPU, or the pipeline ranks of one that runs `alone`"
-            raise ConfigError(label, f"problems: {problem.name}", f"{layout.gpus} GPUs ({text})")
+            text = "expected one GPU, or a pipeline of single GPUs that is listed under `alone`"
+            raise ConfigError(label, f"problems: {problem.name}", f"{layout.gpus} GPUs: {text}")
     return suite
 
 

@@ -144,5 +144,5 @@ def refusal(line: Prediction, cell: Cell) -> str:
         return f"predicted {line.status}: {line.reason}"
     free = free_bytes()
     if pinned > free >= 0:
-        return f"pins {pinned / 2**30:.0f} GiB, the host has {free / 2**30:.0f} free"
+        return f"pins {pinned / 2**30:.0f} GiB, but the host has {free / 2**30:.0f} GiB free"
     return ""

@@ -20,8 +20,8 @@ from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)
 Means = Literal["nothing", "checkpoint", "save_on_cpu", "checkpoint+save_on_cpu"]
-"""What torch itself offers against the memory of activations, used around each layer:
-torch.utils.checkpoint (not reentrant), and torch.autograd.graph.save_on_cpu with pinned memory."""
+"""Torch's own ways to save activation memory, applied to each layer: torch.utils.checkpoint (not
+reentrant), and torch.autograd.graph.save_on_cpu with pinned memory."""
 
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -67,15 +67,24 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         printed = [f"{folder}/{name}{suffix}" for name in self.tables for suffix in SUFFIXES]
         return [*printed, *(f"{folder}/{name}.csv" for name in self.sheets)]
 
-    def build(
-        self, suite: str, overrides: Mapping[str, Sequence[str]] | None = None
-    ) -> dict[str, "Table"]:
-        """Make the tables, by name, from the paths of `overrides` in place of declared inputs.
-        CommandError for a missing input."""
+    def write(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        suite: str,
+        overrides: Mapping[str, Sequence[str]] | None = None,
+    ) -> list["Table"]:
+        """Make the tables, write those of `names` into a folder and return them.  `overrides`:
+        paths in place of declared inputs.  CommandError for a missing input or an empty table."""
         target = f"results/{suite}/tables/{self.names[0]}.csv"
         given = arguments(self.inputs, {"suite": suite}, target, overrides)
         made = importlib.import_module(self.module).build(**given)
-        return {one.name: one for one in (made if isinstance(made, list) else [made])}
+        tables = {one.name: one for one in (made if isinstance(made, list) else [made])}
+        for name in names:
+            if name not in tables:
+                raise CommandError(f"{name}: its inputs have no row for this table")
+            tables[name].write(folder)
+        return [tables[name] for name in names]
 
 
 def arguments(
@@ -160,7 +169,7 @@ def maker(table: str) -> TableFile:
     for one in table_files().values():
         if table in one.names:
             return one
-    known = ", ".join(name for one in table_files().values() for name in one.names)
+    known = ", ".join(name for file in table_files().values() for name in file.names)
     raise ConfigError("", "table", f"unknown table {table!r} (allowed: {known})")
 
 
@@ -181,8 +190,8 @@ def is_many(pattern: str, values: Mapping[str, str]) -> bool:
 
 
 def expanded(pattern: str, values: Mapping[str, str]) -> list[str]:
-    """The paths that a pattern stands for, with the values of its placeholders, in the order of the
-    values of all other placeholders or of their names."""
+    """The paths that a pattern stands for.  `values` replace its placeholders; one further
+    placeholder takes each of its VALUES in order; the matches of a `*` are sorted."""
     text = PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), pattern)
     if "*" in text:
         return sorted(str(path) for path in Path().glob(text))
@@ -230,4 +239,4 @@ VALUES: dict[str, Callable[[str], Iterable[str]]] = {
     "part": lambda _: matrix_parts(),
     "study": lambda _: studies(),
 }
-"""What a placeholder of a path stands for, by the name of a suite."""
+"""The values of each placeholder, as a function of the suite's name."""

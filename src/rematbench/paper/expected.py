@@ -17,12 +17,11 @@ from rematbench.inputs.paths import data_dir
 Cells = list[list[str]]
 
 NOTHING = 1e-12
-"""Absolute tolerance: a difference of equal shares leaves a rounding error of this size."""
-
+"""Absolute tolerance: the rounding error of a difference of two equal shares."""
 
 ROUNDING = 1e-9
-"""Largest difference of seconds (a share of them) and of shares between two searches with the
-same answer: sums in another order."""
+"""Largest difference between two searches with the same answer, which may add in another order:
+relative for seconds, absolute for shares."""
 
 
 METHOD_COLUMNS = ("arm", "label", "any_name")
@@ -80,7 +79,7 @@ class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class ClaimFinding(Struct, frozen=True, kw_only=True):
     """The result of checking one claim: its problems, whether its tables exist, and how many rows
-    name a method of the user, which the expected tables do not have."""
+    of the user's own methods are left out of its tables."""
 
     claim: TableClaim
     problems: tuple[str, ...]
@@ -94,7 +93,8 @@ class ClaimFinding(Struct, frozen=True, kw_only=True):
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""
         why = f" [{'; '.join(self.problems)}]" if self.problems else ""
-        rest = f" {self.not_compared} rows are yours, not compared." if self.not_compared else ""
+        own = f" {self.not_compared} rows of your own methods were not compared."
+        rest = own if self.not_compared else ""
         return f"{word} {self.claim.id} {self.claim.text}{says}{why}{rest}"
 
 
@@ -104,10 +104,12 @@ def load_artifact() -> Artifact:
 
 
 class Pair(NamedTuple):
-    """A table as it was made here, and as it is expected; None if there is no such file."""
+    """A table as it was made here, and as it is expected; None if there is no such file.  Rows that
+    name a method of the user are left out; `yours` is their number."""
 
     ours: Cells | None
     theirs: Cells | None
+    yours: int = 0
 
 
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding]:
@@ -115,7 +117,7 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
 
     @cache
     def pair(name: str) -> Pair:
-        return Pair(read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv"))
+        return pair_of(read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv"))
 
     found = []
     for claim in artifact.claims:
@@ -124,49 +126,33 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, pair, expected)
-        extra = sum(yours(pair(name)) for name in claim.tables)
         found.append(
             ClaimFinding(
                 claim=claim,
                 problems=tuple(problems),
                 tables_exist=not lacking,
-                not_compared=extra,
+                not_compared=sum(pair(name).yours for name in claim.tables),
             )
         )
     return found
 
 
-def yours(table: Pair) -> int:
-    """The number of a table's rows that name a method of the user."""
-    return len(_own_rows(table.ours, table.theirs)[0]) if table.ours and table.theirs else 0
-
-
-def _own_rows(ours: Cells, theirs: Cells) -> tuple[set[int], set[str]]:
-    """The numbers of the rows that name a method which no row of the expected table names, and
-    these names."""
+def pair_of(ours: Cells | None, theirs: Cells | None) -> Pair:
+    """Both tables without the rows that name a method which no expected row names, and without such
+    a name among ties."""
+    if not ours or not theirs or ours[0] != theirs[0]:
+        return Pair(ours, theirs)
     columns = [index for index, column in enumerate(ours[0]) if column in METHOD_COLUMNS]
-    if ours[0] != theirs[0]:
-        return set(), set()
-    shipped = {row[index] for row in theirs[1:] for index in columns}
-    names = {row[index] for row in ours[1:] for index in columns} - shipped
-    lines = enumerate(ours[1:], start=1)
-    return {number for number, row in lines if names & {row[index] for index in columns}}, names
-
-
-def without_yours(ours: Cells, theirs: Cells) -> tuple[Cells, Cells]:
-    """Both tables without the rows that name a method of the user, and without its name among
-    ties."""
-    numbers, names = _own_rows(ours, theirs)
-    if not names:
-        return ours, theirs
-    if len(ours) == len(theirs):  # a row of a cell, won by the user's method
-        theirs = [row for number, row in enumerate(theirs) if number not in numbers]
-    kept = [[*row] for number, row in enumerate(ours) if number not in numbers]
-    if TIES in ours[0]:
-        at = ours[0].index(TIES)
-        for row in kept[1:]:
-            row[at] = ", ".join(name for name in row[at].split(", ") if name not in names)
-    return kept, theirs
+    shipped = {row[index] for row in theirs for index in columns}
+    names = {row[index] for row in ours for index in columns} - shipped
+    own = {at for at, row in enumerate(ours) if names & {row[index] for index in columns}}
+    if own and len(ours) == len(theirs):  # the user's method won these cells
+        theirs = [row for at, row in enumerate(theirs) if at not in own]
+    kept = [[*row] for at, row in enumerate(ours) if at not in own]
+    for row in kept[1:] if own and TIES in ours[0] else ():
+        ties = row[at := ours[0].index(TIES)].split(", ")
+        row[at] = ", ".join(name for name in ties if name not in names)
+    return Pair(kept, theirs, len(own))
 
 
 def _problems(
@@ -174,12 +160,11 @@ def _problems(
 ) -> list[str]:
     found = []
     for name in claim.tables:
-        ours, theirs = pair(name)
+        ours, theirs, _ = pair(name)
         if theirs is None:
             found.append(f"{name}.csv is missing in {expected}")
         else:
-            compared = without_yours(ours or [], theirs)
-            found += [f"{name}: {text}" for text in differences(*compared, tolerance)[:1]]
+            found += [f"{name}: {text}" for text in differences(ours or [], theirs, tolerance)[:1]]
     if claim.bound is not None and not found:
         value = measured(claim.bound, pair(claim.bound.table).ours or [])
         if value is None or not value <= claim.bound.most:
@@ -187,7 +172,7 @@ def _problems(
             bound = claim.bound
             found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
     for find in claim.finds if not found else ():
-        if yours(pair(find.table)):
+        if pair(find.table).yours:
             continue
         count, of = counted(find, pair(find.table).ours or [])
         if (count, of) != (find.count, find.of):

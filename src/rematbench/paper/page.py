@@ -80,9 +80,9 @@ FilledSection = tuple[Section, tuple[Part, ...]]
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """The content of the page: the first screen, then every section with its parts. The first
-    screen has what was measured, the outcome, the coverage of bands, the things never measured,
-    and facts; its two sections come first in `filled`."""
+    """The content of the page. The first screen has sentences on what was measured, on the outcome,
+    on the coverage of bands and on what was never measured, a list of facts, and the first two
+    sections of `filled`; the other sections follow."""
 
     config: ReportConfig
     measured: str
@@ -151,9 +151,9 @@ def _parts(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
 
 
 def what_was_measured(tables: Path) -> str:
-    """Sentences on the plans of searches that ran on GPUs: the loss of the first plan, what a plan
-    without a search loses, and the errors of bytes and seconds of these plans and of those of
-    gpu_layers (mean and worst of absolute values)."""
+    """Sentences on searched plans that ran on GPUs: how much slower the first plan of a search is
+    than the fastest measured plan, how much slower the best plan without a search is, and the mean
+    and largest absolute errors of bytes and seconds (of the plans of gpu_layers too)."""
     advice, plans = _rows(tables / "gpu_advice.csv"), _rows(tables / "gpu_searched.csv")
     if not advice or not plans:
         return ""
@@ -198,16 +198,16 @@ def whether_bands_hold(tables: Path) -> str:
 
 
 def what_is_not_modelled(config: ReportConfig) -> list[str]:
-    """The sentences of config/report.yaml, after those that the code's words give: every other
-    precision and schedule is refused."""
+    """What the model does not cover: precisions and schedules other than the known ones, then the
+    sentences of config/report.yaml."""
     said = {"Precisions": get_args(Precision), "Schedules": get_args(Schedule)}
     words = [f"{name} other than {', '.join(known)}." for name, known in said.items()]
     return [*words, *config.not_modelled]
 
 
 def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
-    """Sentences on unused GPUs, winners outside the published range, and out-of-memory cells that
-    are too few for a promised rate."""
+    """Sentences on GPUs that were not used, on winners outside the published range, and on verdicts
+    without a promised rate, because too few published cells ran out of memory."""
     winners = _rows(tables / "matrix_fastest.csv")
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)
@@ -233,14 +233,9 @@ def _rows(path: Path) -> Sequence[Mapping[str, str]]:
 
 
 def no_gpu_sentence(results: Path) -> str:
-    """One sentence that says which of the papers' GPUs are the device of a committed record or
-    summary of a measurement."""
+    """A sentence that says on which of the papers' GPUs committed records or summaries were
+    measured."""
     texts = (path.read_text(errors="replace") for path in (results / "measured").rglob("*.json*"))
     used = {gpu for text in texts for gpu in DEVICE.findall(text)} & {*GPUS}
     unused = [gpu for gpu in GPUS if gpu not in used]
-    if used:
-        return f"GPUs used: {', '.join(sorted(used))}. Not used: {', '.join(unused)}."
-    return (
-        "We used no GPU (no H800 or A100), so we measured no speed on this page. Executed runs "
-        "used CPUs and give bytes, losses and gradients only."
-    )
+    return f"GPUs used: {', '.join(sorted(used)) or 'none'}. Not used: {', '.join(unused)}."

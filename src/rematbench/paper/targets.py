@@ -46,9 +46,9 @@ class Target(Struct, frozen=True, kw_only=True):
     `outputs`: patterns of its files, all with the same placeholders.  `inputs`: a pattern for each
     argument of `build`, as in catalog.py.  `module`: the module whose `build(output, values,
     **inputs)` writes the first output and returns a line on it; of a table file, the file itself.
-    `reads`: patterns of the files that the code reads by itself, method files among them.
-    `content`: what counts of a file that is no input.  `derived`: further values.  `simulates`: a
-    job that may leave this machine.  `folder`: the output is a folder.
+    `reads`: patterns of the files that the code opens by itself, method files among them.
+    `content`: what the target depends on besides files.  `derived`: further values.  `simulates`:
+    whether the job may run on another machine.  `folder`: whether the output is a folder.
     """
 
     name: str
@@ -88,12 +88,9 @@ class Target(Struct, frozen=True, kw_only=True):
         """Make the target; a line on it.  CommandError for a missing input."""
         output = self.outputs[0].format(**values)
         if self.table is not None:
-            made = self.table.build(values.get("suite", catalog.PAPER))
-            for name in self.table.names:
-                if name not in made:
-                    raise CommandError(f"{name}: its inputs have no row for this table")
-                made[name].write(Path(output).parent)
-            return f"{output}: {len(made[self.table.names[0]].rows)} rows"
+            suite, folder = values.get("suite", catalog.PAPER), Path(output).parent
+            first, *_ = self.table.write(self.table.names, folder, suite)
+            return f"{output}: {len(first.rows)} rows"
         every = {**values, **self.derived(values)}
         given = catalog.arguments(self.inputs, every, output)
         Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +200,7 @@ def targets() -> tuple[Target, ...]:
             outputs=(f"{PAPER}/predictions/{{method}}.csv",),
             module=f"{BUILDERS}.predictions",
             reads=lambda values: [LEFT_OUT, WORDS, *_method_files(values)],
-            # A change of other rows of the sheet reruns nothing.
+            # Only a change of this bundle's rows makes the target due.
             content=lambda values: content_hash(catalog.sheets()[values["method"]]),
             simulates=True,
             priority=1,
@@ -215,7 +212,7 @@ def targets() -> tuple[Target, ...]:
             inputs={"study": "config/study/{study}.yaml"},
             reads=_study_methods,
             simulates=True,
-            priority=2,  # the longest jobs first
+            priority=2,  # studies take longest, so they start first
         ),
         Target(
             name="matrix",
@@ -229,12 +226,7 @@ def targets() -> tuple[Target, ...]:
         ),
         _searched("layouts", "layouts", "0.1", sheet=f"{PUBLISHED}/runs.csv"),
         _searched("cells", "cells", suite="config/paper.yaml"),
-        _searched(
-            "sweeps",
-            "sweeps",
-            "1",
-            sheet=f"{PAPER}/tables/predictions.csv",
-        ),
+        _searched("sweeps", "sweeps", "1", sheet=f"{PAPER}/tables/predictions.csv"),
         _searched("spaces", "spaces", jobs="config/searched.yaml"),
         _searched("experts", "spaces", jobs="config/searched_experts.yaml"),
         Target(

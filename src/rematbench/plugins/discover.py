@@ -1,4 +1,5 @@
-"""Find methods and baselines: files of `methods/` and of `--methods DIR`, folders of `baselines/`.
+"""Finds methods (files of `methods/` and of `--methods DIR`) and baselines (folders of
+`baselines/`).
 
 This module contains no names of methods.  If a file cannot be loaded, only its methods are
 unavailable, and the registry has the reason.
@@ -22,7 +23,7 @@ from rematbench.plugins.registry import MethodEntry, MethodError, Registry, buil
 BASELINES = "baselines"
 """The package that the folders of baselines form, in a checkout and in a wheel."""
 POLICY_FUNCTIONS = ("candidates", "facts_with_options", "flags", "inexpressible", "partition")
-"""Functions that a baseline's policy has beside those of a method."""
+"""Functions that a baseline's policy needs in addition to those of a method."""
 
 
 def discover(extra: Iterable[Path] = ()) -> Registry:
@@ -62,9 +63,9 @@ def load_file(
     foreign: bool = False,
     load: Callable[[Path], ModuleType] | None = None,
 ) -> None:
-    """Add the methods of one file to `methods`, or add the reason why the file has no method to
-    `broken`.  A `foreign` file must also pass the checks that need no plan (tests run all checks on
-    shipped files)."""
+    """Add the methods of a file to `methods`; if the file cannot be loaded, add the reason to
+    `broken`.  A `foreign` file must also pass the checks that need no plan; for shipped files,
+    tests run all checks."""
     try:
         module = (load or load_module)(path)
         classes = [
@@ -78,12 +79,12 @@ def load_file(
             raise MethodError("the file defines no class with a `name` and a `plan`")
         for cls in classes:
             _enter(cls, str(path), module.__doc__, methods, check_file=foreign)
-    except Exception as error:  # a method's file may fail in any way
+    except Exception as error:  # A method's file may fail in any way.
         broken[str(path)] = _one_line(error)
 
 
 def load_module(path: Path) -> ModuleType:
-    """The file as a module with a unique name, because two folders may have equal file names."""
+    """The file as a module.  Its name is unique, because two folders may have equal file names."""
     name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -99,8 +100,8 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_baselines() -> tuple[dict[str, MethodEntry], dict[str, str]]:
-    """Every whole baseline's policy by name, from the `plan.py` of its folder, and the reasons why
-    others are left out, by file."""
+    """The policies of all baselines whose `plan.py` can be loaded, by name; and the reasons why
+    others cannot, by file."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     for path in sorted(data_dir("baselines").glob("*/plan.py")):
@@ -113,7 +114,7 @@ def load_baselines() -> tuple[dict[str, MethodEntry], dict[str, str]]:
 
 def check_baseline(folder: Path) -> dict[str, MethodEntry]:
     """The policy of a baseline's folder by its name; MethodError if its plan.py cannot be loaded,
-    defines no policy, or one without the functions that `compare` and `flags` call."""
+    or if its policy lacks a function that `compare` or `flags` calls."""
     path = folder / "plan.py"
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
@@ -128,7 +129,7 @@ def check_baseline(folder: Path) -> dict[str, MethodEntry]:
 
 def load_baseline(path: Path) -> ModuleType:
     """A file of `baselines/NAME/` as the module `baselines.NAME.STEM`, the name by which the files
-    of a baseline import each other.  The folder of baselines need not be on sys.path."""
+    of a baseline import each other; the folder `baselines` need not be on sys.path."""
     folder = path.resolve().parents[1]
     package = sys.modules.get(BASELINES)
     if package is None:

@@ -1,6 +1,6 @@
-"""The kinds of things that a plan changes, by which methods compose.
+"""The kinds of changes that a plan makes, which decide the order in which methods compose.
 
-The rule needs no method names, because it reads the kinds from plans.  A method's place is the
+The rule needs no names of methods, because it reads the kinds from plans.  A method's place is the
 position in KINDS of its last kind.  Methods with different places compose in the order of KINDS."""
 
 from collections.abc import Iterable
@@ -14,16 +14,17 @@ ChangeKind = Literal["partition", "rebuild", "offload", "states", "ends", "piece
 
 
 KINDS: tuple[ChangeKind, ...] = ("partition", "rebuild", "offload", "states", "ends", "pieces")
-"""Kinds in the order of application. An offloader moves what a rebuilder keeps; pieces are cut
-last, from whole tensors. `ends`: fates of the embedding or the head alone."""
+"""Kinds in the order of application.  Offloading follows recomputation, because it moves what is
+still kept; pieces come last, because they divide whole tensors.  `ends`: fates of only the
+embedding or the head."""
 
 
 TUNED = "device ledger"
-"""The `bound` that a method notes when it chose the smallest reduction that fits the device."""
+"""The `bound` that a method notes if it chose the smallest reduction with which the plan fits."""
 
 
 def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
-    """The kinds of things in which a plan differs from its base."""
+    """The kinds of changes that a plan makes to its base."""
     found: set[ChangeKind] = set()
     for rule in plan.rules[len(base.rules) :]:
         ends = rule.select.parts is not None and "layer" not in rule.select.parts
@@ -54,7 +55,7 @@ def place(kinds: Iterable[ChangeKind]) -> int:
 
 # Why: docs/decisions/advise.md, Is a composition judged by the plans of its parts?
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
+    """Return the decision of `base` that a composed plan overrides, as a word; empty if none."""
     for key in ("partition", "schedule", "orders", "slices"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key

@@ -17,12 +17,12 @@ Setting = str | int | float | bool | list[str]
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
-    until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
-    3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried only for models with
-    experts, shared experts, latent attention, or the last two together, or only on stacks that can
-    keep inputs of layers on the host with ZeRO 3, saved tensors of Megatron-core's modules on the
-    host, or that have FSDP (empty: for all).  `keys`: the keys of a trainer's file for it."""
+    """A method with settings.  `smallest`: the parameter that `compare` raises from 1 until the
+    plan fits, and whose value a user writes after the policy's name (`full_recompute:block 3`);
+    empty if the policy has none.  `needs`: the feature of a model (experts, shared experts, latent
+    attention) or of a stack (inputs of layers on the host with ZeRO 3, offload of Megatron-core's
+    modules, FSDP) without which the policy is not tried.  `keys`: the keys that select the policy
+    in a trainer's file."""
 
     name: str
     method: str

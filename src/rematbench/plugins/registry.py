@@ -29,12 +29,11 @@ RECOMPUTATION_WORDS = {
     "selective": "selective_recompute",
     "balanced": "balanced_checkpointing",
 }
-"""Words of a sheet's column `recompute` and of launch lines, each with its method."""
+"""The method behind each word of launch lines and of the column `recompute` in sheets."""
 
 
 class MethodError(UserError):
-    """A method cannot be located, loaded or built with these parameters; the message is one
-    line."""
+    """A method cannot be found, loaded or built with these parameters; the message is one line."""
 
 
 class Method(Protocol):
@@ -47,14 +46,14 @@ class Method(Protocol):
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
     and frees more transient bytes.  `moves_states` (True): the plan places training states;
-    `search` tries such a method only where it is asked for, at every value of its grid.
-    `moves_passes` (True): the plan has another order of passes, which a stack must have, so the
-    method is tried only where it is asked for.  If a
-    method is Unsupported for the same `reason` at one value of `share` or `grid` and at the last
-    value, `search` treats it as Unsupported at all values, so a reason that depends on the value
-    must contain the value.  An instance may have an attribute `unit`: there is a plan only for
-    chunks whose number of layers is a multiple of it; and an attribute `mechanism`: the name of a
-    method that changes the same things, whose published rows count for its band.
+    `search` tries such a method only if a person names it, at every value of its grid.
+    `moves_passes` (True): the plan changes the order of passes, which a stack must support, so the
+    method is tried only if a person names it.  If a method is Unsupported for the same `reason` at
+    one value of `share` or `grid` and at the last value, `search` treats it as Unsupported at all
+    values, so a reason that depends on the value must contain the value.  An instance may have an
+    attribute `unit`: there are plans only for chunks whose number of layers is a multiple of it;
+    and an attribute `mechanism`: the name of a method that changes the same things, whose published
+    rows count for its band.
     """
 
     name: ClassVar[str]
@@ -100,7 +99,7 @@ class MethodEntry(Struct, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Whether the method is tried only where a person names it."""
+        """Whether the method is tried only if a person names it."""
         return self.moves_states or self.moves_passes
 
     @property
@@ -109,8 +108,8 @@ class MethodEntry(Struct, frozen=True):
         return bool(self.declared("planner", False))
 
     def declared(self, name: str, default: Any) -> Any:
-        """A class variable of the method (see Method), or the default.  A parameter of that name
-        declares nothing."""
+        """A class variable of the method (see Method), or the default.  A parameter of the same
+        name is not such a variable."""
         return default if name in self.parameters else getattr(self.cls, name, default)
 
 
@@ -183,11 +182,11 @@ def _word(value: object) -> str:
 
 
 def make_plan(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
-    """The result of a method's `plan`.  If it raises an error from outside rematbench, or returns
-    neither a Plan nor Unsupported: MethodError, with the line of the method's file."""
+    """The result of a method's `plan`.  MethodError if it returns neither a Plan nor Unsupported,
+    or (with the line of the method's file) if it raises an error that is not one of rematbench."""
     try:
         answer: object = method.plan(problem, base)
-    except Exception as error:  # a method's file may fail in any way
+    except Exception as error:  # A method's file may fail in any way.
         if type(error).__module__.startswith("rematbench."):
             raise
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -201,8 +200,8 @@ def make_plan(method: Method, problem: Problem, base: Plan) -> Plan | Unsupporte
 
 
 def _where(method: Method, error: Exception) -> str:
-    """The innermost line of the method's file in an error's traceback; without one, the line that
-    raised the error."""
+    """The innermost line of the method's file in an error's traceback; if there is none, the line
+    that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
     frame = next((one for one in reversed(frames) if one.filename == file), frames[-1])
@@ -255,8 +254,8 @@ class Registry(Struct, frozen=True):
     def _part(
         self, text: str, spec: str, told: Collection[str]
     ) -> tuple[MethodEntry, dict[str, Value]]:
-        """The method of one part of a composition, and the settings in the part's text; `told`:
-        those that stand beside the text."""
+        """The method of one part of a composition, and the settings in the part's text; `told`: the
+        names of settings that are given separately."""
         start, _, tuned = text.rpartition(" ")
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
@@ -266,7 +265,7 @@ class Registry(Struct, frozen=True):
             near = start if tuned.isdigit() else text
             return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
-            raise MethodError(f"method {text!r}: put {tuned!r} before the policy {policy.name!r}")
+            raise MethodError(f"method {text!r}: the policy {policy.name!r} cannot take {tuned!r}")
         if text == policy.name and policy.smallest in told:
             return self.entry(policy.method), dict(policy.settings)
         if text == policy.name and policy.smallest:
@@ -279,8 +278,8 @@ class Registry(Struct, frozen=True):
         return self.entry(policy.method), {**policy.settings, **amount}
 
     def _parts(self, spec: str) -> list[str]:
-        """The parts of a text such as `a:key=x+y+b`: a plus sign belongs to a value unless the name
-        of a method follows."""
+        """The parts of a text such as `a:key=x+y+b`.  A plus sign inside settings belongs to a
+        value unless the name of a method follows it."""
         found: list[str] = []
         for word in spec.split("+"):
             known = word.partition(":")[0].strip() in self.methods
@@ -312,8 +311,8 @@ class Registry(Struct, frozen=True):
 def _inline(text: str, spec: str, hint: Callable[[], str]) -> dict[str, Value]:
     """The settings in a text `key=value,key=value`; `hint` names the nearest policy for errors."""
     found: dict[str, Value] = {}
-    for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
-        if found and re.fullmatch(r"[\d-]+", word.strip()):  # a list of numbers goes on
+    for word in re.split(r",(?![^\[]*\])", text) if text else ():  # Lists in brackets stay whole.
+        if found and re.fullmatch(r"[\d-]+", word.strip()):  # A list of numbers continues.
             last, before = found.popitem()
             found[last] = f"{before},{word.strip()}"
             continue

@@ -1,1 +1,1 @@
-"""Solvers that methods share: kept activations, Pareto fronts, one-dimensional searches."""
+"""Solvers that methods share, such as Pareto fronts, MILPs and one-dimensional searches."""

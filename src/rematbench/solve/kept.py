@@ -36,8 +36,8 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that the plan offloads, or rebuilds in part, at some site.
-    Pieces of mini-sequences can be neither offloaded nor partly rebuilt."""
+    """The saved activations of a part that the plan offloads or rebuilds in part at some site,
+    which pieces of mini-sequences cannot be."""
     return _activations(problem, plan, part, _parted)
 
 
@@ -45,7 +45,7 @@ def _activations(
     problem: Problem, plan: Plan, part: Part, wanted: Callable[[Resolved], bool]
 ) -> frozenset[str]:
     """The activations with a `wanted` fate at some site, among those that the model's backward
-    needs; tensors that a plan holds in addition are not counted."""
+    needs (not those that a plan holds in addition)."""
     tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
     saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
     if not plan.rules:
@@ -59,9 +59,9 @@ def _activations(
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The name of a layer's activation for which `plan` overrides a fate of its `base`; empty if
-    there is no such activation, `rules` if `plan` changes the rules of its base.  Embedding and
-    head are exempt, because pieces of the head rebuild the loss with every base."""
+    """The name of a layer's activation whose fate in `base` the `plan` overrides; empty if there is
+    none; "rules" if `plan` changes the rules of its base.  Embedding and head are exempt, because
+    pieces of the head rebuild the loss on every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
@@ -74,9 +74,9 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole: bool) -> Plan:
-    """The base, which also holds layer inputs if recomputation starts from an input that is not
-    saved.  Stacks with eager norms save no layer input, because these norms save copies.  The
-    `dropped` activations, or `whole` layers, are recomputed."""
+    """The base, changed to hold layer inputs if recomputing the `dropped` activations (or `whole`
+    layers) starts from an input that is not saved.  Stacks with eager norms save no layer input,
+    because these norms save copies."""
     rest = kept_activations(problem, base) - set(dropped)
     for table in problem.layer_kinds:
         wanted = frozenset(dropped) & table.activations.keys()
@@ -87,8 +87,8 @@ def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
-    """The base with the rules that match a site.  The base may keep an activation only in some
-    layers, and a rule that matches no site is an error."""
+    """The base with those of the rules that match a site.  A rule that matches none is an error in
+    lowering, but the base may keep the rule's activations nowhere."""
     plan = base.with_rules(*rules)
     if not base.rules:
         return plan
@@ -100,7 +100,7 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 
 
 def rule_of(names: tuple[str, ...], fate: Fate, layers: tuple[int, ...] | None = None) -> Rule:
-    """The rule of a fate for kept activations of these names in `layers` (None: in all layers)."""
+    """The rule that gives kept activations of these names a fate, in `layers` (None: in all)."""
     return Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
 
 
@@ -110,15 +110,15 @@ def smallest_fitting(problem: Problem, at: Callable[[int], Plan], top: int) -> i
 
 
 def no_offload(problem: Problem) -> str:
-    """Why a stack offloads no activations; empty if it does."""
+    """Why the stack cannot offload activations; empty if it can."""
     if "activation_offload" in problem.system.accepts.features:
         return ""
     return f"system {problem.system.name} has no activation offload"
 
 
 def refused_in_pieces(problem: Problem, plan: Plan) -> str:
-    """The reason why a plan cannot be lowered because it offloads or splits a tensor of a
-    mini-sequence; empty if it does not.  Pieces of mini-sequences can only be kept or rebuilt."""
+    """Why a plan cannot offload or split a tensor of a mini-sequence, whose pieces can only be kept
+    or rebuilt; empty if it does not."""
     for ops, fates, _ in resolved(problem, plan) if plan.mini_sequences else ():
         for unit in ops.units:
             for name, _, site in ops.saved(unit):
@@ -136,9 +136,9 @@ def _parted(fate: Resolved) -> bool:
 
 
 def resolved(problem: Problem, plan: Plan, *, apart: bool = False) -> list[ChunkFates]:
-    """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
-    Equal chunks and phases occur once; with `apart` every chunk occurs.  The most recent results
-    are cached, because methods repeat calls for one plan."""
+    """The fates and the matching rules of every chunk in each of its phases, as lowering resolves
+    them.  Equal chunks and phases occur once; with `apart` every chunk occurs.  Recent results are
+    cached, because methods call this repeatedly for one plan."""
     content = encode(replace(plan, fit={}))
     for cached_problem, cached_plan, cached_apart, found in _RECENT:
         if cached_problem is problem and cached_apart == apart and cached_plan == content:
@@ -190,15 +190,17 @@ def _alike(
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """A lower bound of the activations' peak by rank: bytes of layers' tensors that the plan keeps
-    on the device, when the most passes are between their forward and their backward."""
+    """A lower bound of each rank's activation peak: the bytes of layers' tensors that the plan
+    keeps on the device when the most passes are between their forward and their backward."""
     kept: dict[tuple[int, int], int] = {}
     for ops, fates, _ in resolved(problem, plan, apart=True):
         stays = sum(fate.keep_bytes for site, fate in fates.items() if site[0] == "layer")
         key = (ops.sites.stage, ops.sites.chunk)
         kept[key] = min(stays, kept.get(key, stays))
     found = []
-    share = min(plan.slices) / sum(plan.slices) if plan.slices else 1  # the smallest slice
+    share = (
+        min(plan.slices) / sum(plan.slices) if plan.slices else 1
+    )  # A pass keeps at least the smallest slice.
     for rank, order in enumerate(rank_orders(plan, problem)):
         live = accumulate((p.forward - p.last) * kept[rank, p.chunk] for p in order)
         found.append(int(share * max(live, default=0)))
@@ -206,8 +208,8 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes that the layers of the first chunk keep for one micro-batch, of tensors with a gradient
-    (no row statistics, no masks), as in the published formulas."""
+    """Bytes that the layers of the first chunk keep for one micro-batch, counting only tensors with
+    a gradient (no row statistics, no masks), as published formulas do."""
     ops = ChunkOps.of_plan(problem, plan, 0, 0)
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites

@@ -1,11 +1,11 @@
-"""Policies of a layer: the tensors to rebuild, and the windows to rebuild them in (front and MILP).
+"""Policies of a layer: which tensors to rebuild in which windows, by a Pareto front or a MILP.
 
 The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be read).  A layer has
 jobs and windows.  A job rebuilds the saved outputs of one operator.  A window is idle compute
 during a tensor-parallel collective in the backward of the layer or of the layer above.  A job is
 omitted (its tensors are kept), placed in a window, or placed in the critical path.  Exposed seconds
 are work that exceeds a window, work without a window (the top layer of a chunk has no layer above),
-and the seconds by which a job and its concurrent collective become longer.  The policies minimise
+and the seconds by which a job and a concurrent collective slow each other.  The policies minimise
 exposed seconds under a budget of kept bytes.
 """
 
@@ -23,8 +23,8 @@ from rematbench.solve.windows import LayerWindows, Slot, WindowJob
 MAX_NODES = 500
 CRITICAL: Slot | None = None
 TIE = 1e-4
-"""Weight of hidden seconds: of policies with equal exposed seconds, the policy that rebuilds less
-wins."""
+"""The weight of hidden seconds: of two policies with equal exposed seconds, the one that rebuilds
+less is cheaper."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
@@ -92,8 +92,8 @@ def greedy_policy(
 
 
 def _earliest(job: WindowJob, placements: dict[str, Placement]) -> int | None:
-    """The order number from which all inputs of a job exist; None if an input is rebuilt in the
-    critical path."""
+    """The `order` of the earliest window at which all inputs of a job exist; None if an input is
+    rebuilt in the critical path."""
     at = -(10**6)
     for name in job.needs:
         if name in placements:
@@ -139,7 +139,7 @@ def optimum(
     layers_per_chunk: int,
 ) -> tuple[StagePolicy, ...] | None:
     """One policy per group from HiGHS; None if HiGHS reaches the node limit without a solution."""
-    if not layer.jobs:  # there is nothing to choose, and HiGHS refuses a problem without variables
+    if not layer.jobs:  # HiGHS refuses a problem without variables.
         return (policy_of(layer, (), layers_per_chunk),) * len(groups)
     model = _Model(layer, groups, layers_per_chunk)
     found = minimum(
@@ -206,7 +206,7 @@ class _Model:
         return [c for (n, job, _), c in self.x.items() if (n, job) == (number, op)]
 
     def _precedence(self, number: int, job: WindowJob) -> list[Row]:
-        """A job in a window excludes an input that is recomputed later than this window."""
+        """Rows that forbid a job in a window if one of its inputs is recomputed after it."""
         rows = []
         dropped = {other.op for other in self.layer.jobs}
         for slot in self.layer.allowed(job):

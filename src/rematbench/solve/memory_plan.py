@@ -88,7 +88,7 @@ def planned_peak(rank: RankProgram) -> int:
 
 
 def lifetimes(rank: RankProgram) -> Iterator[Lifetime]:
-    """Every device tensor (and kernel scratch) of a rank's program; pools exist throughout."""
+    """Every device tensor (and kernel scratch) of a rank's program; slots exist throughout."""
     alive: dict[Key, tuple[int, int, int]] = {}
     slots: dict[Slot, dict[tuple[object, ...], int]] = {}
     clock = 0
@@ -113,8 +113,8 @@ def lifetimes(rank: RankProgram) -> Iterator[Lifetime]:
 
 
 def _segments(rank: RankProgram) -> Iterator[tuple[int, Action, int, int]]:
-    """(segment, action, micro-batch, chunk) of every action; a segment is contiguous kernels of one
-    unit."""
+    """(segment, action, micro-batch, chunk) of every action; a segment is a run of contiguous
+    kernels of one unit."""
     segment = 0
     for step in rank.steps:
         segment, part = segment + 1, ""

@@ -1,6 +1,5 @@
 """The Pareto front of recomputation seconds against kept bytes, over subsets of tensors."""
 
-from collections.abc import Iterator
 from itertools import combinations
 
 from msgspec import Struct
@@ -10,8 +9,7 @@ from rematbench.problem import Problem
 
 
 class Point(Struct, frozen=True, kw_only=True, order=True):
-    """One choice of dropped activations for a layer.  `kept_bytes`: for one micro-batch on one
-    rank;
+    """One choice of dropped activations for a layer.  `kept_bytes`: of one micro-batch on one rank;
     `recompute_s`: seconds of the kernels and collectives that rebuild the dropped activations."""
 
     kept_bytes: int
@@ -30,15 +28,15 @@ def point(problem: Problem, table: OpTable, dropped: tuple[str, ...]) -> Point:
     return Point(kept_bytes=kept, recompute_s=again, dropped=dropped)
 
 
-def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for size in range(len(names) + 1):
-        yield from combinations(names, size)
-
-
 def front(problem: Problem, table: OpTable) -> tuple[Point, ...]:
     """The points that no other subset beats in both bytes and seconds, from keep-all downwards."""
     best: list[Point] = []
-    choices = (point(problem, table, dropped) for dropped in _subsets(candidates(table)))
+    names = candidates(table)
+    choices = (
+        point(problem, table, dropped)
+        for size in range(len(names) + 1)
+        for dropped in combinations(names, size)
+    )
     for choice in sorted(choices, key=lambda p: (p.recompute_s, p.kept_bytes, p.dropped)):
         if not best or choice.kept_bytes < best[-1].kept_bytes:
             best.append(choice)

@@ -1,5 +1,5 @@
-"""What recomputation may choose: the modules that Megatron-core can recompute, as the saved tensors
-inside them, and layers one by one, as texts."""
+"""The choices of recomputation: Megatron-core's modules, each with the saved tensors inside it, and
+lists of layers."""
 
 import re
 from collections.abc import Iterable
@@ -32,18 +32,19 @@ recompute_modules)."""
 
 
 def with_copies(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of tensors, each with that of its quantised copy, which a linear may save instead."""
+    """Names of tensors, each with the name of the quantised copy that a linear may save."""
     return tuple(name for one in names for name in (one, f"{one}{QUANTISED}"))
 
 
 def modules_dropped(modules: Iterable[Module]) -> tuple[str, ...]:
-    """The saved tensors that recompute modules drop, in the order of the modules."""
+    """The saved tensors that recomputing these modules drops, in the order of the modules."""
     return tuple(dict.fromkeys(name for module in modules for name in MODULES[module]))
 
 
 def needs_original(modules: Iterable[Module], problem: Problem) -> str:
-    """Why a recipe does not allow a module to be recomputed, whose outputs linears then save in
-    16 bits and quantise again; empty if it does.  The words are Megatron-core's."""
+    """Megatron-core's reason why the job's recipe excludes a module from recomputation; empty if it
+    does not.  Linears would have to save such a module's outputs in 16 bits and quantise them
+    again."""
     recipe = recipe_of(problem.workload)
     if recipe is None or recipe.keeps_original or {"moe_act", "layernorm"}.isdisjoint(modules):
         return ""
@@ -51,10 +52,10 @@ def needs_original(modules: Iterable[Module], problem: Problem) -> str:
 
 
 def before_experts(problem: Problem) -> tuple[int, ...]:
-    """The layers where the module `layernorm` drops `mlp_norm_out` and nothing else, on a stack
-    with TransformerEngine's norms: they are part of the linear after them, except the norm before
-    experts (megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, pre_mlp_layernorm).  Empty
-    for a stack whose norms are all modules, and for a model without experts."""
+    """The layers with experts, on a stack with TransformerEngine's norms.  There the module
+    `layernorm` drops only `mlp_norm_out`, because all other norms are part of the linear after them
+    (megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, pre_mlp_layernorm).  Empty for a
+    stack whose norms are all modules, and for a model without experts."""
     model = problem.workload.model
     if problem.system.kernels.norm != "fused" or model.experts is None:
         return ()
@@ -67,8 +68,8 @@ def rebuilding(
     routed: tuple[int, ...] = (),
     layers: tuple[int, ...] | None = None,
 ) -> list[Rule]:
-    """Rules that rebuild these tensors of `layers` (None: of every layer), but of the layers
-    `routed` alone the output of the norm before experts (empty: of all of them too)."""
+    """Rules that rebuild these tensors in `layers` (None: in every layer).  The output of the norm
+    before the MLP is rebuilt only in the layers `routed` (empty: as all other tensors)."""
     norm = list(with_copies(["mlp_norm_out"])) if routed else []
     at_norm = tuple(layer for layer in routed if layers is None or layer in layers)
     parts = (
@@ -84,13 +85,13 @@ def chunks_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def rebuilding_layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
-    """The rule that rebuilds these tensors of a layer at once, in `layers` (None: in all)."""
+    """The rule that rebuilds these tensors of a layer together, in `layers` (None: in all)."""
     return rule_of(names, Recompute(scope="layer", whole=True), layers)
 
 
 def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rule]:
     """Rules that rebuild the layers of every chunk in groups of `size`, each group at once: these
-    tensors of all its layers, and the inputs of all but the first."""
+    tensors of all its layers, and the inputs of all layers but its first."""
     if size == 1:
         return [rebuilding_layers(names, None)]
     rules: list[Rule] = []
@@ -120,7 +121,7 @@ def chosen_layers(base: Plan, layers: str) -> tuple[int, ...] | str:
 
 
 def layers_text(layers: Iterable[int]) -> str:
-    """Layers in the form of `chosen_layers`: runs as `0-5`, between commas."""
+    """Layers as the text that `chosen_layers` reads: runs such as `0-5`, separated by commas."""
     runs = [
         [layer for _, layer in run]
         for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0])

@@ -1,4 +1,4 @@
-"""From layer policies to a plan that fits the device.
+"""Turns policies of layers into a plan that fits the device.
 
 The solvers' model of memory is linear (kept bytes times layers in flight).  The ledger of the
 lowered plan corrects it: the budget of a stage becomes the device bytes that all other tensors
@@ -34,7 +34,7 @@ Layers = tuple[int, ...]
 
 
 class Stage:
-    """One rank of a partition: its groups of layers; the layers of a group share one policy."""
+    """One rank of a partition, with its groups of layers; all layers of a group share a policy."""
 
     def __init__(self, problem: Problem, plan: Plan, rank: int, *, exact: bool) -> None:
         layers = tuple(layer for chunk in plan.partition[rank] for layer in chunk)
@@ -68,7 +68,7 @@ class Stage:
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:
-    """Groups of a half, a quarter, ... of the layers, whose sums can be any number of layers."""
+    """Groups of a half, a quarter, ... of the layers, which can add up to any number."""
     groups = []
     while layers:
         size = (len(layers) + 1) // 2
@@ -112,8 +112,8 @@ class Relocation:
     def assemble(
         self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[StagePolicy, ...]]
     ) -> Plan:
-        """The plan with the policies as rules.  No layer's collectives precede the backward of the
-        top layer of a chunk, so its jobs outside its backward run before the receive."""
+        """The plan with the policies as rules.  Before the backward of a chunk's top layer there is
+        no layer whose collectives could hide a job, so such jobs run before the receive."""
         tops = self._tops(base)
         where: dict[tuple[tuple[str, ...], Recompute], set[int]] = {}
         for stage, of_stage in zip(stages, policies, strict=True):
@@ -138,7 +138,7 @@ class Relocation:
         }
 
     def fit(self, base: Plan) -> Plan:
-        """The fastest plan in the rounds that fits; otherwise the plan with the fewest kept
+        """The fastest plan of all rounds that fits; if none fits, the plan with the fewest kept
         bytes."""
         stages, best = self.stages(base), self.smallest_plan(base)
         peaks = self.problem.cost.weigh(best).peak_device_bytes
@@ -168,9 +168,9 @@ class Relocation:
     def _budgets(
         self, weight: Weight | Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
     ) -> list[float]:
-        """Each rank's budget of kept bytes: the device bytes that all other tensors leave free.
-        The bytes that the allocator wastes are subtracted on the fullest rank.  A budget stays
-        below numbers of kept bytes that did not fit."""
+        """Each rank's budget of kept bytes: the device bytes that all other tensors leave free, on
+        the fullest rank less the bytes that the allocator wastes.  A budget stays below all numbers
+        of kept bytes that did not fit."""
         peaks = weight.peak_device_bytes
         fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
         waste = weight.reserved_bytes - peaks[fullest]
@@ -188,8 +188,8 @@ class Relocation:
         return self.problem.cost.headroom_bytes(plan) >= 0
 
     def faster(self, first: Plan, second: Plan) -> Plan:
-        """The faster of two plans that fit; otherwise the plan that exceeds the device by fewer
-        bytes."""
+        """The faster of two plans that fit; if one does not, the plan that exceeds the device by
+        fewer bytes."""
 
         def merit(plan: Plan) -> tuple[int, float]:
             short = -self.problem.cost.headroom_bytes(plan)
@@ -203,7 +203,7 @@ class Relocation:
         chunk) are moved before the receive."""
         orders = rank_orders(plan, self.problem)[:-1]
         waiting = {
-            (rank, chunk)  # with a single group of micro-batches only the last chunk waits
+            (rank, chunk)  # With a single group of micro-batches, only the last chunk waits.
             for rank, order in enumerate(orders)
             for (_, chunk), phase in phases(order).items()
             if phase == "cooldown"

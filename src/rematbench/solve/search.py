@@ -11,8 +11,8 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
     """The smallest integer in [0, top] whose margin is not negative; None if the margin at `top`
     is negative.
 
-    The margin should not decrease; if it does (allocator fragmentation), the result is a point
-    whose left neighbour fails.  Nearly linear margins take 6 to 9 evaluations: the search
+    The margin should not decrease; if it does (allocator fragmentation), the result is an integer
+    whose left neighbour fails.  Nearly linear margins take 6 to 9 evaluations, because the search
     extrapolates along the mean slope to just beyond the root, from the end of the bracket whose
     margin is nearer to zero.
     """
@@ -60,7 +60,7 @@ def brackets(
     most: float = inf,
     between: Callable[[int, int], int | None] = middle,
 ) -> Iterator[tuple[int, int]]:
-    """The brackets (low, high) of the value from which `holds` is true, one after each call.
+    """The brackets (low, high) of the value from which `holds` is true, one after each evaluation.
 
     `holds` must be false at `low` and change once.  Without `further`, `holds` must be true at
     `high`.  With `further` (for example `twice`), the bracket moves up to (high, further(high))

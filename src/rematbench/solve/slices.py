@@ -15,24 +15,25 @@ from rematbench.solve.layer_costs import backward_s, forward_s
 
 
 def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool = False) -> str:
-    """Why a base is not cut into `count` slices; empty if it can be."""
+    """Why a base cannot be cut into `count` slices; empty if it can."""
     usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
     if base.schedule not in usual or base.orders or base.slices:
         other = "an order of its own" if base.orders or base.slices else base.schedule
-        return f"needs the passes of {' or '.join(usual)}, not {other}"
+        return f"needs a base with the passes of {' or '.join(usual)}, not {other}"
     probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
     of_job = problem.system, problem.layout, problem.workload, problem.attention
     return slices_refusal(probe, *of_job)
 
 
 def unit_tokens(problem: Problem) -> int:
-    """The tokens of which a slice must have a multiple: sequence parallelism splits them."""
+    """The divisor of every slice's length in tokens: sequence parallelism splits slices."""
     return problem.layout.tp if problem.layout.sequence_parallel else 1
 
 
 def equal_work(problem: Problem, count: int) -> tuple[int, ...]:
-    """Return `count` slices with equal FLOPs of layers (Sun et al. 2024, arXiv 2406.03488): x
-    tokens from the start on have a x + b x^2 / 2.  Empty if the sequence has too few tokens."""
+    """Return the lengths of `count` slices with equal FLOPs of layers (Sun et al. 2024, arXiv
+    2406.03488): the first x tokens have a x + b x^2 / 2 FLOPs.  Empty if the sequence has too few
+    tokens."""
     seq_len, unit = problem.workload.seq_len, unit_tokens(problem)
     layer = problem.layer(0)
     gemms = (kernel for op in layer.ops for kernel in op.forward if isinstance(kernel, Gemm))
@@ -50,17 +51,17 @@ def equal_work(problem: Problem, count: int) -> tuple[int, ...]:
 
 
 def even(problem: Problem, count: int) -> tuple[int, ...]:
-    """Return `count` slices of equal length; empty if the sequence does not divide into them."""
+    """Return the lengths of `count` equal slices; empty if the sequence has no such slices."""
     size, rest = divmod(problem.workload.seq_len, count)
     return () if rest or size % unit_tokens(problem) else (size,) * count
 
 
 def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
-    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least m
-    sum t_i + (pp - 1) max t_j for m micro-batches (Li et al. 2021, arXiv 2102.07988, section 3.3):
-    dynamic programming finds the least sum under each bound of t_j.  t is the time of a slice's
-    passes on the longest stage and of its two messages, the mean of all hops, and grows with the
-    tokens before the slice only by attention."""
+    """Return the lengths of the slices with the least m sum t_i + (pp - 1) max t_j for m
+    micro-batches (Li et al. 2021, arXiv 2102.07988, section 3.3); each slice consists of some of
+    `pieces` equal pieces of the sequence.  Dynamic programming finds the least sum under each bound
+    of t_j.  t is the time of a slice's passes on the longest stage and of two messages (the mean
+    over all hops); only attention makes it grow with the tokens before the slice."""
     lay, seq_len = problem.layout, problem.workload.seq_len
     pp, m = lay.pp, lay.num_micro_batches
     size = seq_len // pieces
@@ -83,7 +84,7 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
     ]
 
     def seconds(count: int, before: int) -> float:
-        """Seconds of `count` pieces behind `before` pieces."""
+        """Seconds of a slice of `count` pieces that follows `before` pieces."""
         table = tables[count - 1]
         return rest_s[count - 1] + stage_s(table, [behind(table.op("attention"), before * size)])
 

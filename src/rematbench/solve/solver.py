@@ -1,4 +1,4 @@
-"""HiGHS for mixed-integer programmes, with its messages to file descriptor 1 suppressed."""
+"""Solves mixed-integer programmes with HiGHS, and suppresses its messages to file descriptor 1."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Row = tuple[dict[int, float], float]
-"""A constraint: factors by column, and the upper limit of their sum."""
+"""A constraint: the factor of each column, and the upper limit of the sum."""
 
 
 def minimum(

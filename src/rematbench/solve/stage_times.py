@@ -15,13 +15,13 @@ from rematbench.solve.layer_policies import LayerGroup, heuristic
 from rematbench.solve.relocate import Relocation
 
 StageSeconds = Callable[[int, int], float]
-"""(rank, layers) -> seconds of one micro-batch on that stage; infinite where it does not fit."""
+"""(rank, layers) -> seconds of one micro-batch on that stage; infinite if it does not fit."""
 
 
 def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
     """The layer counts after moving single layers away from the slowest stage (the last of equals).
-    Each layer moves to the stage that minimises the sorted stage times; the moves end when no move
-    reduces them."""
+    Each layer moves to the stage that minimises the sorted stage times, until no move reduces
+    them."""
     best = tuple(counts)
     times = [stage_s(rank, n) for rank, n in enumerate(best)]
     for _ in range(sum(counts)):
@@ -56,9 +56,9 @@ def counts_of(plan: Plan) -> tuple[int, ...]:
 
 
 class StageTimes:
-    """(rank, layers) -> seconds of one micro-batch.  The peak for a number of layers is
-    extrapolated from the ledger's peaks of the base: each further layer adds its states and its
-    inputs in flight."""
+    """(rank, layers) -> seconds of one micro-batch.  The peak at another number of layers is
+    extrapolated from the base's ledger peaks: each further layer adds its states and its inputs in
+    flight."""
 
     def __init__(self, relocation: Relocation) -> None:
         problem, base = relocation.problem, relocation.base
@@ -95,25 +95,16 @@ def _pass_s(problem: Problem) -> float:
 
 
 def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
-    """Device bytes of the states of a table on a rank, and of what a pipeline holds whole."""
-    system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
-    sizes = {
-        "parameter": system.states.param_bytes,
-        "gradient": system.states.grad_bytes,
-        "optimizer": system.states.optimizer_bytes,
-    }
-    held = gathered_bytes(problem) if parameter.release == "step" else 0
-    sums = 0
-    if gradient.release == "step":
-        sums, sizes["gradient"] = system.states.reduce_bytes, 0
-    per = {s.kind: sizes[s.kind] / s.shards for s in plan.states if s.home == "device"}
+    """Device bytes of the states of a table's operators on a rank, including whole copies that a
+    pipeline holds until its last pass."""
+    states, summed = problem.system.states, plan.state("gradient").release == "step"
+    held = gathered_bytes(problem) if plan.state("parameter").release == "step" else 0
+    sums, gradient = (states.reduce_bytes, 0) if summed else (0, states.grad_bytes)
+    widths = {"parameter": states.param_bytes, "gradient": gradient}
+    widths["optimizer"] = states.optimizer_bytes
+    per = {s.kind: widths[s.kind] / s.shards for s in plan.states if s.home == "device"}
     weights = held + per.pop("parameter", 0.0)
     return weights * table.parameters + (sums + fsum(per.values())) * table.trained
-
-
-def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    times = StageTimes(relocation)
-    return contiguous(balance(times.counts, times))
 
 
 def relocated(
@@ -143,7 +134,8 @@ def _searched(relocation: Relocation, repartition: bool) -> Plan:
     best = relocation.fit(base)
     lay = problem.layout
     if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
-        partition = balanced_partition(relocation)
+        times = StageTimes(relocation)
+        partition = contiguous(balance(times.counts, times))
         if partition != base.partition:
             moved = relocation.fit(replace(base, partition=partition))
             best = relocation.faster(best, moved)

@@ -12,8 +12,8 @@ from rematbench.solve.kept import smallest_fitting
 
 
 def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None = None) -> str:
-    """The reason why a base's optimizer states cannot be placed in pieces; empty if they can.
-    `host`: whether the CPU is to update some; `pieces`: those that may start early."""
+    """Why a base's optimizer states cannot be placed in pieces; empty if they can.  `host`: whether
+    the CPU must update some of them; `pieces`: the pieces, if they may start early."""
     optimizer = base.state("optimizer")
     if optimizer.home == "host" or optimizer.pieces is not None:
         return "the base already places the optimizer's states"
@@ -25,20 +25,20 @@ def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None =
 
 
 def shares(problem: Problem, base: Plan) -> list[int]:
-    """The parameters that each pipeline rank's optimizer updates."""
+    """The number of parameters that each pipeline rank's optimizer updates."""
     fate = base.state("optimizer")
     return [rank_sharded(problem, base, rank, fate) for rank in range(problem.layout.pp)]
 
 
 def piece_size(problem: Problem, base: Plan, most: int) -> tuple[int, int]:
-    """The parameters of a piece (at most `most`), and the number of pieces of the largest share."""
+    """(parameters of a piece, at most `most`; the number of pieces of the largest share)."""
     counts = shares(problem, base)
     size = min(most, *counts)
     return size, -(-max(counts) // size)
 
 
 def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...]:
-    """`count` places of which `share`, rounded, are `one`, spread evenly over the others."""
+    """`count` places: a share of them (rounded) is `one`, spread evenly among those of `other`."""
     ones = round(count * share)
     return tuple(
         one if (at + 1) * ones // count > at * ones // count else other for at in range(count)
@@ -46,8 +46,8 @@ def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...
 
 
 def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> Plan:
-    """The base with its optimizer states in pieces.  `gradients`: those of pieces that the host
-    updates leave the device as they are reduced, not at the end of the step."""
+    """The base with its optimizer states in pieces.  `gradients`: whether gradients of pieces that
+    the host updates leave the device once they are reduced, not at the end of the step."""
     if set(pieces.places) == {"device"}:
         return base
     optimizer = replace(base.state("optimizer"), home="host", pieces=pieces)
@@ -61,8 +61,8 @@ def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> 
 def smallest_share(
     problem: Problem, base: Plan, size: int, at: Callable[[float], Plan]
 ) -> tuple[float, str]:
-    """The smallest share of the states, in pieces of `size` parameters, that must leave the device
-    so that the plan `at` the share fits, and the source of the share."""
+    """The smallest share of the states, in pieces of `size` parameters, with which the plan
+    `at(share)` fits, and what bounds the share."""
     steps = -(-max(shares(problem, base)) // size)
     found = smallest_fitting(problem, lambda k: at(k / steps), steps)
     if found is None:

@@ -14,8 +14,8 @@ PROBE_BYTES = 1 << 30
 
 
 class SwapShare(Struct, frozen=True, kw_only=True):
-    """A share of tokens (`alpha`), the shares that the two constraints allow, and the name of the
-    binding constraint.  A constraint with a share above 1 does not bind."""
+    """A share of tokens (`alpha`), the shares that the two constraints allow (above 1: the
+    constraint does not bind), and the name of the binding constraint."""
 
     alpha: float
     alpha_bandwidth: float
@@ -35,11 +35,11 @@ def swap_share(
 ) -> SwapShare:
     """The largest alpha, in whole rows, for which a layer's copies hide and fit the host.
 
-    The copies of S_whole + alpha S_other of a layer must hide behind the layer's forward.  The
-    offloaded tensors of all layers in flight must fit a GPU's share of host memory.  A `given`
-    share is used as alpha.
+    The copies of S_whole + alpha S_other of a layer must hide behind the layer's forward, and the
+    offloaded tensors of all layers in flight must fit a GPU's share of host memory.  `given`: the
+    alpha to use instead.
     """
-    tables = [table for table in problem.layer_kinds]
+    tables = problem.layer_kinds
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
     in_flight = max(
         layers_in_flight(problem, base, rank, layers) for rank in range(problem.layout.pp)
@@ -63,11 +63,7 @@ def _bound(bandwidth: float, host: float) -> str:
     if min(bandwidth, host) >= 1.0:
         return "nothing"
     name = "host memory" if host <= bandwidth else "PCIe bandwidth"
-    short = (
-        " (even with every offloaded tensor moved whole, the plan does not fit)"
-        if min(bandwidth, host) < 0
-        else ""
-    )
+    short = " (exceeded even with alpha 0)" if min(bandwidth, host) < 0 else ""
     return name + short
 
 

@@ -1,8 +1,7 @@
-"""The recomputation jobs of one layer, and the idle compute during collectives in its backward.
+"""The recomputation jobs of a layer, and the idle compute during collectives of its backward.
 
 Times follow the lowering: a window opens when the collective is issued and closes when compute
-waits for the collective.  If the collective already overlaps with a GEMM, only the part after the
-GEMM is idle.
+waits for its end.  If the collective already overlaps a GEMM, only the time after the GEMM is idle.
 """
 
 from collections.abc import Collection
@@ -32,9 +31,9 @@ class WindowJob(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """The window during a collective of `op`, relative to the layer whose tensors are rebuilt in
-    it. The collective belongs to that layer's own backward (`layer_offset` 0) or to the backward of
-    the layer above (1). `order` sorts the windows in time."""
+    """The window during a collective of `op`.  The collective belongs to the backward of the layer
+    whose tensors are rebuilt (`layer_offset` 0), or to that of the layer above (1).  `order` sorts
+    the windows in time."""
 
     op: str
     layer_offset: int
@@ -42,9 +41,9 @@ class Slot(Struct, frozen=True, kw_only=True):
 
 
 class LayerWindows(Struct, frozen=True, kw_only=True):
-    """The jobs of a layer in forward order, its windows in backward order, idle seconds by
-    operator.  `stall`: the share of a job's seconds by which the job and the concurrent collective
-    become longer."""
+    """The jobs of a layer in forward order, its windows in backward order, and the idle seconds of
+    each operator's window.  `stall`: the share of a job's seconds by which the job and the
+    concurrent collective slow each other."""
 
     jobs: tuple[WindowJob, ...]
     slots: tuple[Slot, ...]
@@ -99,7 +98,7 @@ def idle_s(problem: Problem, op: Op) -> float:
     """Idle compute seconds during the first collective of an operator's backward."""
     cost = problem.cost
     beside = problem.tp_overlap in ("backward", "gemm") and op.has_weight
-    if op.exchanges and problem.ep_overlaps:  # another micro-batch computes then
+    if op.exchanges and problem.ep_overlaps:  # Another micro-batch computes meanwhile.
         return 0.0
     if op.grad_gather is not None:
         return cost.comm_s(op.grad_gather, 0)

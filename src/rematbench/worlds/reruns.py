@@ -2,11 +2,11 @@
 baselines.
 
 Fields that depend only on shapes, plans and versions must be equal: status, plan, kernels, all
-counts and bytes of every rank, and all numbers of a simulated run.  Losses and gradients must agree
-within a bound on rounding, because different CPUs add in different orders; the gradient norms of
-fp32 and bf16 at the first step, after which AdamW amplifies the rounding.  The verdict *lossless*
-must be equal.  Dates, hosts and seconds are not compared.  Peaks of a package's ranks that
-communicate over gloo are not compared either, because gloo's threads may hold a collective's buffer
+counts and bytes of every rank, and all numbers of a simulated run. Losses and gradient norms must
+agree within a bound on rounding, because different CPUs add in different orders. Of fp32 and bf16
+runs only the first step's gradient norms are compared, because AdamW amplifies rounding in later
+steps. The verdict *lossless* must be equal. Dates, hosts and seconds are not compared, nor are
+peaks of a package's ranks that communicate over gloo, whose threads may hold a collective's buffer
 for a moment.
 """
 

@@ -103,7 +103,7 @@ def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> 
     given = problem(**LAYOUTS[layout])
     plan = planned(given, case)
     if given.workload.model.experts and case in IN_PARTS:
-        with pytest.raises(PlanError, match="is not row-local: recompute all of its rows or none"):
+        with pytest.raises(PlanError, match="needs all rows: recompute all of them or none"):
             lower(plan, given)
         return
     if given.layout.ulysses > 1 and case == "three fates":

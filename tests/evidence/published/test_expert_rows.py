@@ -72,7 +72,7 @@ def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
     grouped = {**row, "note": "flags {--moe-grouped-gemm:true}"}
     assert read_case(grouped, REGISTRY).system.experts.expert_workspaces == 4
     sharded = {**row, "note": "flags {--num-distributed-optimizer-instances:2}"}
-    with pytest.raises(RowError, match="experts are spread inside a replica"):
+    with pytest.raises(RowError, match="spread in a replica"):
         read_case(sharded, REGISTRY).problem()
 
 

@@ -95,7 +95,7 @@ def test_a_draw_that_fails_fails_who_asked(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(MemoryError, match=r"layers\.0"):
         Draws(SPECS, 7, 2).take(SPECS[0])
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"layers\.1\.weight is asked for before layers\.0"):
+    with pytest.raises(ValueError, match=r"layers\.1\.weight is taken before layers\.0"):
         Draws(SPECS, 7, 2).take(SPECS[1])
 
 

@@ -119,5 +119,5 @@ def test_a_unit_that_is_never_updated_is_found() -> None:
 
 def test_what_it_cannot_have_is_refused_by_name() -> None:
     given = cases.tiny("one", precision="fp64")
-    with pytest.raises(NotExecutable, match="4-byte gradients where it sums 64 bits"):
+    with pytest.raises(NotExecutable, match="gradients of 4 bytes, not 8"):
         require_executable(given, beside(given.base_plan))

@@ -245,4 +245,4 @@ def test_what_is_not_executed_is_refused_by_name() -> None:
     _, wide = pair("k2", "one", "keep", "bf16")
     system = with_facts(wide.problem.system, optimizer_bytes=8)
     narrow = dataclasses.replace(wide.problem, system=system)
-    assert refusals(narrow, wide.plan) == ["pieces of 8-byte optimizer states where it has 12"]
+    assert refusals(narrow, wide.plan) == ["pieces of optimizer states of 8 bytes, not 12"]

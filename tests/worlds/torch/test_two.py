@@ -11,7 +11,6 @@ from tests.worlds.torch.cases import TINY_GPT
 LAYOUTS = ("cp2", "ulysses2", "dp2")
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
 """On LAYOUTS; the others have every method."""
-BITWISE = ("tp2",)
 VARIANTS = {
     "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
     "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
@@ -40,12 +39,17 @@ CASES = grid.short(
         *grid.raw_cases("ulysses2-zero0", "keep"),
         *(replace(case, name=name) for name, case in VARIANTS.items()),
     ]
-) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
+) + grid.bitwise_cases("tp2")
 (
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
 ) = grid.tests_of(CASES, laws.torchrun)
-EVERY = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
-every = grid.tests_of(EVERY, laws.launch)
-test_live_bytes_of_every_method, test_gradients_of_every_method = map(pytest.mark.full, every[:2])
+
+
+@pytest.mark.full
+def test_every_method_on_the_layouts() -> None:
+    every = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
+    for case, result in laws.launch(every).values():
+        grid.check_twin(case, result)
+        grid.check_gradients(case, result)

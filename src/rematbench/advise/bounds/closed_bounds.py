@@ -1,9 +1,9 @@
 """Lower bounds of the step and of the peak bytes of many layouts at once, in closed form.
 
-For each rank of a 1F1B or interleaved pipeline, a step takes no less than the seconds before the
-rank's first pass, the seconds of the rank's passes, and the seconds after its last pass (Narayanan
-et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no
-less than its states and, before a backward, the activations kept by all passes in flight."""
+For each rank of a 1F1B or interleaved pipeline, a step takes at least the seconds before the rank's
+first pass, plus those of the rank's passes, plus those after its last pass (Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2, with stages of different length).  A device holds at least its states
+and, before a backward, the activations kept by all passes in flight."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ ROUNDING_BYTES = 1 << 20
 
 
 ROUNDED_BYTES = 64
-"""Shards of layers' states are whole numbers: what a further layer adds is one of two, which differ
-by a few bytes a layer at most."""
+"""An allowance for rounding: shards of states are whole numbers, so that equal layers may add
+slightly different numbers of bytes."""
 
 
 class Total:
-    """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
-    arrays over layouts and shares.  Each array is computed when it is first read."""
+    """The summed costs of `count` chunks with `layers` layers in all: seconds and bytes, as arrays
+    over layouts and shares.  Each array is computed when it is first read."""
 
     def __init__(self, line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> None:
         self.base, self.slope, self.count = line.base, line.slope, count
@@ -74,8 +74,8 @@ class Total:
 
     @cached_property
     def high_bytes(self) -> Array:
-        """Peak bytes of a backward above the bytes at its entry.  A further layer may lower the
-        peak, which may be at the backward's end, after the layer's bytes were freed."""
+        """Peak bytes of a backward above the bytes at its entry.  A further layer may lower this,
+        because the peak may come at the end, after that layer's bytes were freed."""
         fall = np.minimum(0.0, self.slope.backward.high_bytes)
         found = self._at(self.base.backward.high_bytes, fall)
         return np.where(self.more < 0, 0.0, found)
@@ -83,8 +83,8 @@ class Total:
     @cached_property
     def forward_high_bytes(self) -> Array:
         """Peak bytes of a forward above the bytes at its entry.  A further layer raises the peak by
-        the lower of two slopes (of the bytes that the forward leaves, and of the peak), and by at
-        least 0."""
+        at least 0 and at least the lower of two slopes: of the peak, and of the bytes that the
+        forward leaves."""
         forward = self.slope.forward
         growth = np.maximum(0.0, np.minimum(forward.net_bytes, forward.high_bytes))
         found = self._at(self.base.forward.high_bytes, growth)
@@ -100,9 +100,8 @@ def step_bound(
     any_order: bool = False,
 ) -> Array:
     """Lower bound of each layout's step in seconds: the largest of the bounds of the first rank, an
-    inner rank and the last rank.  `more`: what layers of other kinds than a probe's add.
-    `any_order`: the passes come in another order than those of this module's schedules, so only a
-    rank's sum of passes counts."""
+    inner rank and the last rank.  `more`: seconds that layers of other kinds than a probe's add.
+    `any_order`: passes may run in another order than in 1F1B, so only their sum counts."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -133,15 +132,15 @@ def step_bound(
 
 
 class Waiting(NamedTuple):
-    """Bytes of a pass of the model's last chunk if its backward waits: bytes kept on the device,
-    and bytes copied to the host."""
+    """Bytes of a pass of the model's last chunk if its backward does not follow at once: bytes kept
+    on the device, and bytes copied to the host."""
 
     kept_bytes: Any
     copied_bytes: Any
 
 
 MOVES = Transfers()
-"""The transfers of a plan that copies nothing."""
+"""The transfers of a plan without copies."""
 
 
 def peak_bound(

@@ -1,4 +1,4 @@
-"""The numbers that bounds need of layouts, and bounds, as arrays over layouts."""
+"""The facts of layouts that bounds need, and the bounds, as arrays over layouts."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -20,10 +20,10 @@ Array = NDArray[np.float64]
 
 
 class Columns:
-    """The numbers that bounds need of the layouts of one group: arrays with an entry per layout.
-    `sizes`: the layers of each layout's chunks, in pipeline order.
-    `resident`: parameters of the first, the second and the last rank whose optimizer states are on
-    the device, where a method places them, [3, layouts]."""
+    """The facts that bounds need of the layouts of a group: arrays with an entry per layout.
+    `sizes`: the layers of each layout's chunks, in pipeline order.  `resident`: if a method places
+    optimizer states, the parameters of the first, the second and the last rank whose states are on
+    the device, [3, layouts]."""
 
     def __init__(
         self,
@@ -55,9 +55,8 @@ class Columns:
 
     @cached_property
     def waits(self) -> NDArray[np.bool_]:
-        """Whether all passes of a rank are in flight before its first backward.  This happens in an
-        interleaved schedule with as many micro-batches as ranks, whose chunks wait for each
-        other."""
+        """Whether all passes of a rank are in flight before its first backward, as in an
+        interleaved schedule with as many micro-batches as ranks."""
         found: NDArray[np.bool_] = (self.vpp > 1) & (self.count == self.pp)
         return found
 
@@ -113,9 +112,9 @@ class Columns:
         return found
 
     def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
-        """The passes whose copies to the host hold device memory during the forward that brings the
-        most passes in flight, on the first, second and last rank.  Copies back for the first
-        backward begin before that forward, so its own copies must have ended."""
+        """The number of passes whose copies to the host hold device memory during the forward after
+        which the most passes are in flight, on the first, second and last rank.  Copies back for
+        the first backward begin before that forward, so that pass's copies must have ended."""
         if release_lag not in self._copying:
             self._copying[release_lag] = self._copying_of(release_lag)
         return self._copying[release_lag]
@@ -132,8 +131,8 @@ class Columns:
 
     @cached_property
     def sum_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of the sums of whole gradients that the first, the second and the last rank hold
-        while the most passes are in flight, if there are passes after these."""
+        """Bytes of whole accumulated gradients on the first, the second and the last rank while the
+        most passes are in flight, if further passes follow."""
         width = np.array([_held(lay, self.problem)[2] for lay in self.layouts])
         turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
         first, second, last = (
@@ -151,8 +150,8 @@ class Columns:
         return self._counts(trained=True)
 
     def _counts(self, *, trained: bool) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Parameters of the first, the second and the last rank, or those with a gradient: all but
-        those of experts, and those."""
+        """(parameters without experts, parameters of experts) on the first, the second and the last
+        rank; with `trained` only those that have a gradient."""
         problem = self.problem
         dense_layer, layer, experts = least_parameters(problem, trained=trained)
         head = head_parameters(problem)[trained]
@@ -170,8 +169,8 @@ class Columns:
 
     @cached_property
     def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
-        holds, on a device of the first, the second and the last rank."""
+        """Bytes of training states, of permanent buckets and of parameters that a pipeline keeps
+        gathered, on a device of the first, the second and the last rank."""
         problem, system = self.problem, self.problem.system
         work, generation = problem.workload, problem.cluster.generation
         fewer = min(0, floor(resident_bytes(work, system, generation, 0)))
@@ -199,9 +198,9 @@ class Columns:
 
 
 def least_parameters(problem: Problem, *, trained: bool) -> tuple[int, int, int]:
-    """The fewest parameters of a dense layer that comes before the layers with experts (0 without
-    such layers), of another layer without its experts, and of its experts; with `trained` those
-    with a gradient."""
+    """The fewest parameters of a dense layer before those with experts (0 without such layers), of
+    any other layer without its experts, and of its experts; with `trained` only those that have a
+    gradient."""
     kinds = problem.layer_kinds
     later = [table for table in kinds if table.expert_parameters] or kinds
     experts = min(t.trained_experts if trained else t.expert_parameters for t in later)
@@ -214,8 +213,8 @@ def _counted(table: OpTable, trained: bool) -> int:
 
 
 def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
-    """Bytes of a parameter that a pipeline holds until its last pass: in gathered copies, in those
-    of experts, and in the sums of whole gradients."""
+    """Bytes per parameter that a pipeline holds until its last pass: in gathered copies, in
+    gathered copies of experts, and in accumulated whole gradients."""
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
     if problem.workload.fp8_params:  # a lower bound: some weights are not quantised, and are wider
@@ -226,16 +225,16 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
-    """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device, and for gradients that come later."""
+    """Ranks over which each kind of state is sharded.  It is 2**60, so that almost nothing is left
+    on the device, for states in host memory and for gradients that may not exist yet."""
     fates = state_fates(layout, problem.system)
     away = [f.home == "host" or _comes_later(f, layout, problem) for f in fates]
     return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
 
 
 def _comes_later(fate: StateFate, layout: Layout, problem: Problem) -> bool:
-    """Whether the peak may be at a moment without gradients: they are sums until the reduction, or
-    the only backward of the step allocates them."""
+    """Whether gradients may not exist at the peak, because they are accumulated as sums until the
+    reduction, or because the only backward of the step allocates them."""
     once = layout.num_micro_batches == 1 and layout.pp == 1
     fresh = problem.system.states.fresh_gradients and once
     return fate.kind == "gradient" and (fate.release == "step" or fresh)
@@ -253,8 +252,8 @@ def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
 
 
 def _rank_layers(lay: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of the first, second and last rank; for the inner rank that bounds the step most, its
-    layers, the layers before it and its number; the layers before the last rank."""
+    """Layers of the first, second and last rank; the layers, the layers before, and the number of
+    the inner rank that bounds the step most; the layers before the last rank."""
     ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
     before = [sum(sizes[:rank]) for rank in range(lay.pp)]
     inner = range(1, lay.pp - 1)
@@ -276,8 +275,8 @@ class Bounds:
 
 
 class Wider(NamedTuple):
-    """Seconds by which a forward and a backward of all chunks of the first rank, of the inner rank
-    that bounds the step most, and of the last rank are longer than by their lines."""
+    """Seconds by which a forward and a backward of all chunks exceed their lines, on the first
+    rank, on the inner rank that bounds the step most, and on the last rank."""
 
     first: Any = 0.0
     inner: Any = 0.0
@@ -285,14 +284,13 @@ class Wider(NamedTuple):
 
 
 AS_PROBED = Wider()
-"""Layers of one kind."""
+"""No excess, for models with one kind of layer."""
 
 
 class Short(NamedTuple):
-    """Lower bounds of the bytes that each layout lacks (negative: none), on a device and in a
-    node's host memory, at each step of a candidate's share: arrays [steps, layouts]. `falls`: by
-    layout, the fewest bytes that it lacks if no step fits, and whether they are host bytes; None if
-    a step may fit."""
+    """Lower bounds of the bytes that each layout lacks (negative: free bytes), on a device and in a
+    node's host memory, at each step of a candidate's share: arrays [steps, layouts].  `falls`: by
+    layout, the fewest bytes lacked and whether they are host bytes, if no step fits; else None."""
 
     device: Array
     host: Array

@@ -1,4 +1,4 @@
-"""Lower bounds of the layouts of a group under the candidates of a search."""
+"""Lower bounds of seconds and bytes for the layouts of a group, under any candidate of a search."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -56,17 +56,15 @@ from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 
 LINEAR = 0.9999
-"""Factor on a bound by the schedule: seconds of a chunk are not exactly linear in its layers, since
-the first kernel of a kind may wait for its launch."""
-
-
+"""The factor on bounds by the schedule, because seconds of a chunk are not exactly linear in its
+layers: the first kernel of a kind may wait for its launch."""
 SHARED = 0.998
-"""The factor for a candidate with a share or pieces: tensors are split at whole rows."""
+"""The factor for candidates with a share or pieces, because tensors are split at whole rows."""
 
 
 def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
-    """See `Short`.  Host memory is short where no step has room there; else what the steps with
-    room there lack on the device counts."""
+    """The `falls` of a Short.  A layout lacks host bytes if no step has room in host memory;
+    otherwise the device bytes count that the steps with such room lack."""
     lacked = np.where(host > 0, inf, device).min(axis=0)
     found: list[tuple[float, bool] | None] = []
     for nbytes, host_bytes in zip(lacked.tolist(), host.min(axis=0).tolist(), strict=True):
@@ -148,7 +146,7 @@ class GroupBounds(LayoutGroup):
         text: str,
         ask: Callable[[Composition], Reply | Refused],
     ) -> Reply | Refused:
-        """The answer of `ask` on the method `text`; it is computed once."""
+        """What `ask` returns for the method `text`, which is computed once."""
         if text not in known:
             try:
                 known[text] = ask(self.registry.resolve(text, None, self.problem))
@@ -192,8 +190,8 @@ class GroupBounds(LayoutGroup):
         found = mixed(*ends, share)
         scalar = candidate.share.scalar
         if self.problem.workload.model.first_dense and scalar and scalar.scale == "layers":
-            # The first chunk's layers are not alike: neither end's numbers are the share's.  It is
-            # no shorter than its probe, since such a share composes with nothing (`first_dense`).
+            # The first chunk's layers differ, so its numbers do not lie on the line between both
+            # ends.  It is no shorter than its probe, because such a share composes with nothing.
             return found._replace(first=lesser(ends[0].first, ends[1].first))
         return found
 
@@ -221,7 +219,7 @@ class GroupBounds(LayoutGroup):
 
     @cached_property
     def passes_s(self) -> Array:
-        """The same for any order of a rank's passes."""
+        """The bound `kernels_s` for any order of a rank's passes."""
         return self._kernels_s(any_order=True)
 
     def _kernels_s(self, *, any_order: bool) -> Array:
@@ -247,10 +245,10 @@ class GroupBounds(LayoutGroup):
         return np.asarray(found)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """Return the bytes that a candidate lacks along its share, in any number of pieces.  They
-        follow from the bytes that it keeps on the device and copies to the host, and from the bytes
-        that the candidate that keeps everything needs above them.  None for a candidate without a
-        plan, or if its tighter bounds are known."""
+        """The bytes that a candidate lacks along its share, in any number of pieces, from the bytes
+        that it keeps on the device and copies to the host, and from the transient bytes of the
+        candidate that keeps everything.  None for a candidate without a plan, or if tighter bounds
+        are known."""
         if (candidate, 1) in self._bounds:
             return None
         if candidate not in self._shorts:
@@ -271,8 +269,8 @@ class GroupBounds(LayoutGroup):
         return Short(device, host, _falls(device, host))
 
     def _stored_like(self, candidate: Candidate) -> Candidate:
-        """The candidate whose floors are those of a candidate: the candidate without its pieces,
-        where these alone change nothing of what is stored."""
+        """The candidate without its pieces if pieces alone do not change what is stored, otherwise
+        the candidate itself."""
         return (
             candidate.whole
             if candidate.whole != candidate and self.floors(candidate.cutting) == self.floors(KEEP)
@@ -280,8 +278,8 @@ class GroupBounds(LayoutGroup):
         )
 
     def least_bytes(self, pieces: Candidate | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs: in no pieces, or in those
-        of the candidate `pieces`."""
+        """Device bytes that even a plan that keeps no activation needs, whole or in the pieces of
+        the candidate `pieces`."""
         if pieces not in self._leasts:
             keep = self.probe(KEEP)
             assert isinstance(keep, Probe)
@@ -290,8 +288,8 @@ class GroupBounds(LayoutGroup):
         return self._leasts[pieces]
 
     def _above(self, facts: Facts, pieces: Candidate | None) -> Array:
-        """Device bytes of plans that keep what `facts` say, and above it what passes of the
-        candidate that keeps everything need."""
+        """Device bytes of plans that keep what `facts` say and have the transient bytes of the
+        candidate that keeps everything."""
         lines = (
             line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
             for line, high in zip(facts, self._highs(pieces), strict=True)
@@ -299,9 +297,9 @@ class GroupBounds(LayoutGroup):
         return peak_bound(self.columns, Facts._make(lines))
 
     def _highs(self, pieces: Candidate | None) -> list[float]:
-        """Bytes that passes of the candidate that keeps everything need above the kept bytes, on
-        the first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
-        many where their number is open."""
+        """Transient bytes of the candidate that keeps everything, on the first, a middle and the
+        last rank.  With `pieces` they are those in these pieces, extrapolated to infinitely many if
+        the number is open."""
         probe, candidate = self.probe, pieces or KEEP
         probes = [probe(candidate, at) for at in ((1, 2) if candidate.pieces else (1,))]
         facts = [one.nbytes for one in probes if isinstance(one, Probe)]

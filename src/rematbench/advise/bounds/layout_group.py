@@ -1,5 +1,5 @@
-"""A layout group: layouts that divide a layer's tensors alike, with the costs that no plan changes
-there (messages, a step's end, states, room)."""
+"""Groups of layouts that split a layer's tensors in the same way, and the costs there that no plan
+changes: messages, the end of a step, states, free bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
@@ -58,12 +58,12 @@ def group_key(choice: LayoutChoice) -> GroupKey:
 
 
 NO_PLAN_COUNT = 1 << 40
-"""Parameters whose states fit no device."""
+"""A number of parameters whose states fit on no device."""
 
 
 class LayoutGroup:
-    """All layouts that divide a layer's tensors and the micro-batches alike. `problem` has one of
-    the layouts. `reserving`: gives a problem the reserve of its layout (None: the reserve of
+    """Layouts that split a layer's tensors and micro-batches in the same way.  `problem` has one of
+    these layouts.  `reserving` sets the reserve of a problem for its layout (None: keep that of
     `problem`)."""
 
     def __init__(
@@ -93,8 +93,8 @@ class LayoutGroup:
 
     @cached_property
     def placed(self) -> list[list[dict[Place, int]]]:
-        """Of each layout, the parameters of each rank's optimizer by the place of their states.
-        All are on the device where the method has no plan, and too many to fit."""
+        """For each layout and rank, the numbers of updated parameters by the place of their states.
+        If the method has no plan, there are too many to fit."""
         found = []
         for choice in self.choices:
             problem = self.at(choice.layout)
@@ -170,12 +170,12 @@ class LayoutGroup:
 
     @cached_property
     def _wider(self) -> tuple[More, ...]:
-        """By which the passes of each of the model's layers are longer than a probe's."""
+        """The seconds by which each layer's passes are longer than those of a probe's layers."""
         return wider(self.problem)
 
     def wider_at(self, index: int) -> list[More]:
-        """By which the passes of each virtual stage of the layout at `index` are longer than by the
-        lines of probes; empty where they are not, or where gathers of parameters may hide it."""
+        """The seconds by which the passes of each virtual stage of the layout at `index` exceed the
+        lines of probes; empty if they do not, or if gathers of parameters may hide the excess."""
         choice, own = self.choices[index], self._wider
         if not own or choice.layout.zero_stage > 1:
             return []
@@ -212,7 +212,7 @@ def _same(problem: Problem) -> Problem:
 
 
 def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
-    """Return the collectives of `count` parameters, of them `experts` of experts, that run after
+    """The collectives of `count` parameters, `experts` of which belong to experts, that run after
     the last pass and are not hidden."""
     lay, system = problem.layout, problem.system
     fates = {fate.kind: fate for fate in state_fates(lay, system)}
@@ -245,9 +245,8 @@ def placed_update_s(cost: CostModel, counts: Mapping[Place, int]) -> float:
 
 
 def sent_bytes(problem: Problem) -> float:
-    """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
-    forwards to the next rank, backwards to the previous rank. The model's ends send nothing
-    outwards."""
+    """Bytes of a micro-batch's messages to other nodes, counted for one GPU of each rank: forwards
+    send to the next rank, backwards to the previous one."""
     lay, crosses = problem.layout, problem.cost.crosses
     nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
     inner = sum(crosses(rank, rank + 1) for rank in range(lay.pp - 1))
@@ -268,9 +267,9 @@ def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
 
 
 def wider(problem: Problem) -> tuple[More, ...]:
-    """By which each layer's passes are longer than those of the layers of probes, which have the
-    narrowest attention window.  Every pass runs each attention whole, so this holds for all plans
-    whose compute waits for nothing else meanwhile."""
+    """The seconds by which each layer's passes exceed those of probes, whose layers have the
+    narrowest attention window.  They hold for all plans whose compute waits for nothing else in
+    that time, because every pass runs attention whole."""
     model = problem.workload.model
     windows = [window or problem.workload.seq_len for window in model.attention_window]
     if len(set(windows)) < 2 or 0 < model.expert_layers < model.num_layers:
@@ -288,4 +287,4 @@ def wider(problem: Problem) -> tuple[More, ...]:
 
 
 WHOLE = Exposed(1.0, 1.0)
-"""The shares of operators that are not exchanges beside another micro-batch."""
+"""The exposed shares of operators that do not overlap with another micro-batch."""

@@ -1,4 +1,4 @@
-"""The costs of a chunk's passes, as lines in the number of its layers."""
+"""The costs of a chunk's passes as linear functions of its number of layers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,10 +31,11 @@ from rematbench.plugins.kinds import ChangeKind, copies
 
 
 class PassCost(NamedTuple):
-    """One pass of a chunk.  Seconds until compute ends: `compute_s` after compute is free,
-    `issued_s` after the host begins to issue, `called_s` if each kernel begins when it is issued,
-    `landed_s` after the copies back.  Also the seconds of the host and of kernels alone, the device
-    bytes that the pass leaves, and its peak above the bytes at entry."""
+    """The cost of a pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is
+    free, `issued_s` from when the host begins to issue, `called_s` if each kernel starts when it is
+    issued, `landed_s` from the end of the copies back.  `host_s`, `kernel_s`: seconds of the host
+    and of kernels.  `net_bytes`: device bytes that the pass leaves; `high_bytes`: its peak above
+    the bytes at entry."""
 
     compute_s: float
     issued_s: float
@@ -46,20 +47,20 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def minimum(self, cost: "PassCost") -> "PassCost":
-        """Return the minimum of the two passes in every number."""
+        """The minimum of both passes in every number."""
         return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
 class ChunkCost(NamedTuple):
-    """The two passes of a chunk, and its copies.  `released_bytes`: device bytes freed after their
-    copy to the host.  `out_s`, `back_s`: seconds of the copies to the host and back that run during
-    other passes of the rank, of the whole chunk or of its last layer.  `out_bytes`, `back_bytes`:
-    bytes of all copies of activations to the host and back.  `trailing_bytes`: bytes of a forward's
-    last copy, which continues during the next pass.  `inside_bytes`: bytes of a backward's own
-    copies back.  `boundary_bytes`: device bytes that messages add between forward and backward.
-    `host_bytes`: bytes in host memory.  `pool_bytes`: the rank's staging pools.  `crossing_bytes`,
-    `recrossing_bytes`: bytes that a GPU sends to other nodes in collectives of the forward and of
-    the backward, if the chunk copies."""
+    """The costs of a chunk's two passes and of its copies.  `released_bytes`: device bytes freed
+    after their copy to the host.  `out_s`, `back_s`: seconds of the copies to the host and back
+    that run during other passes of the rank (of the whole chunk, or of its last layer).
+    `out_bytes`, `back_bytes`: bytes of all copies of activations to the host and back.
+    `trailing_bytes`: bytes of a forward's last copy, which continues during the next pass.
+    `inside_bytes`: bytes of a backward's own copies back.  `boundary_bytes`: device bytes that
+    messages hold between forward and backward.  `host_bytes`: bytes in host memory.  `pool_bytes`:
+    bytes of the rank's staging pools.  `crossing_bytes`, `recrossing_bytes`: bytes that a GPU sends
+    to other nodes in collectives of the forward and of the backward, if the chunk copies."""
 
     forward: PassCost
     backward: PassCost
@@ -83,12 +84,12 @@ class ChunkCost(NamedTuple):
 
 
 def further(more: ChunkCost, less: ChunkCost, layers: int = 1) -> ChunkCost:
-    """Return the costs that one layer adds to a chunk; `more` has `layers` more."""
+    """The costs that one layer adds to a chunk; `more` has `layers` more layers than `less`."""
     return combined(more, less, lambda a, b: (a - b) / layers)
 
 
 def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
-    """Combine the costs of two chunks: `numbers` is applied to each pair of numbers."""
+    """The costs of two chunks, combined by applying `numbers` to each pair of numbers."""
     forward, backward = (
         PassCost._make(map(numbers, a, b))
         for a, b in ((first.forward, second.forward), (first.backward, second.backward))
@@ -97,15 +98,15 @@ def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], 
 
 
 def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:
-    """Return the costs of a chunk behind the embedding, from the costs of the same chunk on an
-    inner rank.  Forwards begin with the embedding and backwards end with it, so the embedding adds
-    the same costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an
-    inner rank."""
+    """The costs of a chunk after the embedding, from those of the same chunk on an inner rank.
+    Forwards begin with the embedding and backwards end with it, so it adds the same costs to every
+    plan: the difference between `first` and `inner`, one plan's costs on the first and on an inner
+    rank."""
     return combined(chunk, further(first, inner), add)
 
 
 class Chunk:
-    """The chunk of a rank of a probe's program."""
+    """The chunk of one rank in a probe's program."""
 
     def __init__(self, program: Program, rank: int, profiles: list[Profile]) -> None:
         self.program, self.rank = program, rank
@@ -151,8 +152,8 @@ class Chunk:
         )
 
     def _pass(self, label: str, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
-        """The least cost of the blocks of a label.  The seconds of all slices of a sequence
-        add up; bytes are those of the smallest slice."""
+        """The least cost of the blocks with a label.  The seconds of all slices of a sequence are
+        added; bytes are those of the smallest slice."""
         by_slice: dict[int, list[PassCost]] = defaultdict(list)
         for block, profile in self.blocks[label]:
             number = max(map(slice_of, block.written)) if self.program.slices else 0
@@ -165,8 +166,8 @@ class Chunk:
         return found
 
     def _backward(self, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
-        """The cost of a backward, of both halves where weight gradients are apart: seconds and
-        bytes that stay add up, and the peak is that of the first half."""
+        """The cost of a backward.  If weight gradients are separate passes, seconds and remaining
+        bytes of both halves are added, and the peak is that of the first half."""
         found, *more = (self._pass(label, cost) for label in ("B", "W") if self.blocks[label])
         for half in more:
             found = PassCost._make(map(add, found, half))._replace(high_bytes=found.high_bytes)
@@ -216,15 +217,15 @@ COPIES = (Kind.D2H, Kind.H2D)
 
 
 ENTRIES = (COMPUTE, HOST, COPIED_IN)
-"""The paths of a PassCost begin when compute or the host is free, or when copies are back."""
+"""The starts of a PassCost's paths: compute is free, the host is free, or copies are back."""
 
 
 def _issued(
     parts: tuple[Part, ...], times: int, timed: Iterator[Timing], kernels: list[float]
 ) -> tuple[float, float]:
-    """Seconds in which the host issues parts that come `times` times, and seconds until the last
-    kernel in them ends if it begins as soon as the host has issued it (0: none).  `timed`: of each
-    written action that takes time, in order.  Seconds of the kernels are added to `kernels`."""
+    """Seconds in which the host issues parts that are repeated `times` times, and seconds until
+    their last kernel ends if it starts when it is issued (0: no kernel).  `timed`: the timing of
+    each written action that takes time, in order.  Appends the seconds of kernels to `kernels`."""
     issued = end = 0.0
     for part in parts:
         if part.periods:
@@ -270,8 +271,8 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
 
 
 class Line(NamedTuple):
-    """The costs of a chunk of `layers` layers (`base`), and the costs that each further layer
-    adds."""
+    """The costs of a chunk of `layers` layers (`base`), and those that each further layer adds
+    (`slope`)."""
 
     layers: int
     base: ChunkCost
@@ -301,12 +302,12 @@ class More(NamedTuple):
 
 
 NEAR = 0.99
-"""Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
-kernel of a kind may wait for its launch."""
+"""The factor on these seconds, because seconds of a chunk are not exactly linear in its layers: the
+first kernel of a kind may wait for its launch."""
 
 
 def in_pieces(cut: Line, whole: Line) -> More:
-    """Return the seconds that pieces of the head add to the last chunk: `cut` has a head in pieces,
+    """The seconds that pieces of the head add to the last chunk: `cut` has a head in pieces,
     `whole` a whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
 
     def head_s(line: Line) -> list[float]:
@@ -318,14 +319,14 @@ def in_pieces(cut: Line, whole: Line) -> More:
 
 
 def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
-    """Return the facts of a plan whose head is in pieces, from the facts of the same plan with a
-    whole head.  `single`: there is one rank, whose chunk is first and last."""
+    """The facts of a plan whose head is in pieces, from those of the plan with a whole head.
+    `single`: there is one rank, whose chunk is first and last."""
     last = facts.last._replace(base=_longer(facts.last.base, more))
     return Facts(last, last, last) if single else facts._replace(last=last)
 
 
 def lengthened(line: Line, more: More) -> Line:
-    """Return the line of a chunk whose passes are longer."""
+    """The line of a chunk whose passes are longer."""
     return line._replace(base=_longer(line.base, more))
 
 
@@ -340,8 +341,8 @@ def _longer(chunk: ChunkCost, more: More) -> ChunkCost:
 
 
 def chord(two: Line, four: Line, beyond: float) -> Line:
-    """Extrapolate the peaks of line `four` (more pieces than `two`) to still more pieces.
-    `beyond`: the further distance over the distance between the two lines."""
+    """The line `four` with its peaks extrapolated to more pieces, from those of `two`, which has
+    fewer.  `beyond`: the further distance, relative to that between the two lines."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (
@@ -354,14 +355,14 @@ def chord(two: Line, four: Line, beyond: float) -> Line:
 
 
 def height(cost: ChunkCost) -> float:
-    """Bytes that a pass needs above the kept bytes of its chunk."""
+    """The transient bytes of a chunk's passes, above its kept bytes."""
     forward, backward = cost.forward, cost.backward
     return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
 
 
 def only_kept(cost: ChunkCost, high: float) -> ChunkCost:
-    """Return the bytes that a chunk keeps, and `high` above them.  Copies and staging pools are
-    left out, because a plan that copies less needs less of both."""
+    """A cost with only the kept bytes of a chunk and `high` transient bytes.  Copies and staging
+    pools are left out, because a plan that copies less needs less of both."""
     found = compute_cost(0.0, 0.0)
     forward = found.forward._replace(net_bytes=cost.kept_bytes)
     return found._replace(forward=forward, backward=found.backward._replace(high_bytes=high))
@@ -372,8 +373,8 @@ def no_cost() -> ChunkCost:
 
 
 def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
-    """Interpolate facts at a share (or an array of shares) between two ends.  Every number is
-    linear in the share, except that a peak is the lower peak of the two ends."""
+    """The facts at a share (or an array of shares), interpolated between both ends.  Numbers are
+    linear in the share, except that a peak is the lower one of the two ends."""
     lines = (
         Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
         for a, b in zip(at_zero, at_one, strict=True)
@@ -382,7 +383,7 @@ def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
 
 
 def lesser(a: Line, b: Line) -> Line:
-    """The line with the lesser of every two numbers of two lines of as many layers."""
+    """The elementwise minimum of two lines with the same number of layers."""
     return Line(a.layers, combined(a.base, b.base, min), combined(a.slope, b.slope, min))
 
 
@@ -397,14 +398,14 @@ def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
 
 
 STEPS = 1024
-"""Numbers of a traffic are rounded down to a multiple of 1 / STEPS."""
+"""The numbers of a CopyTraffic are rounded down to multiples of 1 / STEPS."""
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, whether it `copies`
-    activations to the host, and whether passes are of halves or slices (`reordered`).
-    `end_bytes`: gives the bytes that the model's end keeps; `lines`: gives the method's lines, with
-    or without seconds."""
+    """A method's costs, measured on small problems: the kinds of change of its plan, the plan's
+    transfers, whether it `copies` activations to the host, and whether passes are halves or slices
+    (`reordered`).  `end_bytes` returns the bytes that the model's end keeps, `lines` the method's
+    lines with or without seconds."""
 
     def __init__(
         self,
@@ -430,8 +431,8 @@ class Probe:
         return self._lines(NO_TRAFFIC)
 
     def with_traffic(self, traffic: CopyTraffic) -> Facts:
-        """The method's lines if all copies run with `traffic`, which is rounded down so that
-        layouts often share it."""
+        """The method's lines if `traffic` accompanies all copies.  It is rounded down, so that many
+        layouts share the result."""
         return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
 
     @cached_property

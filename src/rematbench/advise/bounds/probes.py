@@ -1,4 +1,4 @@
-"""Lower bounds of the cost of a plan's passes, read from a program of one or two layers.
+"""Lower bounds of the costs of a plan's passes, measured on programs of one or two layers.
 
 A chunk of n layers repeats its layers, so the seconds and bytes of its passes are linear in n.  The
 line is read from blocks of `lower`, at two numbers of layers, on a pipeline of four ranks (or of
@@ -6,7 +6,7 @@ one) that has the same tensor- and context-parallel groups and the same micro-ba
 data-parallel traffic.  No cost rule is written twice, and a user's method has bounds too.
 
 All numbers are lower bounds of the simulator's results for the same plan at any depth, width of
-data parallelism and number of micro-batches: streams other than compute are left out, and each copy
+data parallelism and number of micro-batches, because only the compute stream counts and each copy
 has its link to itself."""
 
 from collections.abc import Callable, Sequence
@@ -63,8 +63,8 @@ class Lowered:
 
 
 Content = tuple[bytes, Sequence[int]]
-"""The key of a lowered program: `same_plan`, and the ranks that are lowered.  Rules that
-match something on the first rank match it on the second too, where only the first is left out."""
+"""The key of a lowered program: `same_plan`, and the lowered ranks.  If only the first rank is left
+out, rules that match something there also match it on the second."""
 
 
 class Plans(NamedTuple):
@@ -80,9 +80,9 @@ ProbePrograms = dict[bytes, Plans]
 
 
 class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions by the
-    traffic during its copies, the cached results of its plans, and the costs of a chunk with
-    seconds, by plan, rank and traffic."""
+    """A small problem for probes: the problem, the plan that methods start from, the seconds of
+    actions by the traffic during copies, cached results of plans, and chunk costs with seconds by
+    plan, rank and traffic."""
 
     problem: Problem
     base: Plan
@@ -91,8 +91,8 @@ class Small(NamedTuple):
     chunks: dict[tuple[bytes, int, CopyTraffic], ChunkCost]
 
     def stored(self, plan: Plan) -> list[ChunkCost]:
-        """The costs of each rank's first chunk under a plan, if it took no seconds and needed only
-        the bytes that it stores; PlanError as in `stored`."""
+        """The costs of each rank's first chunk under a plan, with only the bytes that it stores and
+        without seconds; PlanError as in `stored`."""
         content = same_plan(plan)
         if content not in self.programs.stored:
             self.programs.stored[content] = stored(self.problem, plan)
@@ -146,7 +146,7 @@ class Small(NamedTuple):
 
 
 class Measured:
-    """A plan of a small problem with some of its ranks lowered: its kinds of change."""
+    """A plan of a small problem, of which some ranks are lowered, and its kinds of change."""
 
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
@@ -175,8 +175,8 @@ class Measured:
         return tuple(accumulate(kept))
 
     def cost(self, rank: int, traffic: CopyTraffic | None) -> ChunkCost:
-        """The costs of a rank's chunk, with seconds if `traffic` runs alongside its copies, or
-        without seconds."""
+        """The costs of a rank's chunk: with the seconds under `traffic` alongside its copies, or
+        without seconds (None)."""
         small, chunk = self.small, self._lowered.chunks[rank]
         if traffic is None:
             return chunk.nbytes
@@ -190,12 +190,12 @@ class Measured:
 
 
 MORE_LAYERS = (3, 4)
-"""Layers of a method's further probes, after a probe with fewer layers gave no plan."""
+"""The numbers of layers of further probes if a method has no plan for a probe with fewer."""
 
 
 class Prober:
-    """Measures the passes of methods on small problems, which are built once for all methods.
-    `layers`: the number of layers measured so far."""
+    """Measures methods on small problems, which are built once for all methods.  `layers`: the
+    number of layers lowered so far."""
 
     def __init__(self, problem: Problem, programs: ProbePrograms) -> None:
         self.problem, self.programs = problem, programs
@@ -221,9 +221,9 @@ class Prober:
     def _of_layers(
         self, measure: Callable[[Composition, int], Reply | Refused], method: Composition
     ) -> Reply | Refused:
-        """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
-        copies by layer repeat only after a few layers: such a method is measured with more, at once
-        where the methods needed so many with other settings."""
+        """What `measure` returns for a method.  Some methods have no plan for one or two layers,
+        and copies by layer repeat only after a few layers.  Such methods are measured with more
+        layers, at once if they needed as many with other settings."""
         unit = unit_of(method)
         names = (*(each.name for each in method.methods), str(unit))
         exchanges = self.single and self.problem.layout.zero_stage > 1
@@ -289,8 +289,8 @@ class Prober:
         return Probe(made.plan, made.kinds, made.end_bytes, lines)
 
     def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
-        """The plan that a method's last part was added to, where the part copies chunks but changes
-        nothing of the last rank's: then both plans have equal blocks there."""
+        """The plan to which a method's last part was added, if that part copies chunks but changes
+        nothing on the last rank, where both plans then have equal blocks; otherwise None."""
         plan, before = self._planned(method, sizes), Composition(method.methods[:-1])
         if isinstance(plan, Refused) or plan.transfers.granularity != "chunk" or not copies(plan):
             return None
@@ -314,8 +314,8 @@ class Prober:
         return Facts(line, line, line)
 
     def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
-        """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
-        has no floor."""
+        """The lines of the bytes that a method stores in a pipeline.  If it copies tensors, the
+        last rank's chunk may keep others when its backward waits, so it has no floor then."""
         unit = unit_of(method)
         sizes = self._sizes(fewest, unit)
         plan = self._planned(method, sizes)
@@ -332,8 +332,8 @@ class Prober:
         return Facts._make(lines)
 
     def _begun(self, fewest: int, unit: int) -> int:
-        """Layers of a probe's first chunk: the model's dense layers before those with experts, and
-        as many with experts as another chunk has."""
+        """The layers of a probe's first chunk: the dense layers before those with experts, plus as
+        many as another chunk has."""
         return whole(self.dense + fewest, unit)
 
     def _sizes(self, fewest: int, unit: int) -> tuple[int, ...]:
@@ -379,8 +379,7 @@ class Prober:
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:
-        """A method's plan.  The plan that its last part changes is computed once for all such
-        parts."""
+        """A method's plan.  The plan that its last part changes is computed once and shared."""
         before, small = Composition(method.methods[:-1]), self._small(sizes)
         if not before.methods:
             return method.plan(small.problem, small.base)
@@ -399,9 +398,9 @@ class Prober:
         *,
         end: bool = True,
     ) -> Measured | Refused:
-        """A method's plan with `sizes` layers on the ranks.  Of a pipeline's ranks the given ones
-        are lowered, else all but a first rank that is like the second but for the embedding; with
-        `end` False not the last one either."""
+        """A method's plan with `sizes` layers on the ranks, of which `ranks` are lowered.  By
+        default these are all, except a first rank that differs from the second only by the
+        embedding and, with `end` False, the last."""
         small, plan = self._small(sizes), self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
@@ -422,8 +421,8 @@ def _spares_end(measured: Measured) -> bool:
 
 
 def unit_of(method: Composition) -> int:
-    """The number of layers of which a chunk must have a multiple for a method to have a plan
-    (see Method)."""
+    """The number of which a chunk's layers must be a multiple for a method to have a plan (see
+    Method)."""
     return max(getattr(part, "unit", 1) for part in method.methods) if method.methods else 1
 
 

@@ -1,10 +1,10 @@
-"""The bound of one layout from its whole schedule: passes that wait for messages, and the step end.
+"""The bound of one layout by its whole schedule: passes that wait for messages, and the step's end.
 
 A rank has two clocks, compute and host, and each pass advances them by its PassCost.  A message
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 
-Other traffic slows copies, by two ratios: messages per copied byte, and the share of bytes copied
-during a copy in the other direction.  Each ratio is bounded by its smallest numerator and its
+How much other traffic slows copies depends on two ratios: messages per copied byte, and the share
+of bytes copied during a copy in the other direction.  Each is bounded by its smallest numerator and
 largest denominator."""
 
 from collections.abc import Callable, Hashable, Sequence
@@ -44,9 +44,9 @@ from rematbench.problem import Problem
 
 
 class Stages(NamedTuple):
-    """The costs of a layout's virtual stages, as lines in the layers, and the layers of each stage.
-    `out_bytes`, `back_bytes`: the most bytes that each stage copies.  `surely`: the smallest share
-    of these bytes that the stage copies."""
+    """The costs of a layout's virtual stages, as lines, and the layers of each stage.  `out_bytes`,
+    `back_bytes`: the most bytes that each stage copies; `surely`: the smallest share of these bytes
+    that it copies for certain."""
 
     lines: Sequence[Line]
     sizes: Sequence[int]
@@ -60,7 +60,7 @@ class Stages(NamedTuple):
         return any(self.out_bytes) or any(self.back_bytes)
 
     def all(self, which: Callable[[ChunkCost], float]) -> list[float]:
-        """Return the number `which` of every stage, at least 0."""
+        """The number `which` of every stage, at least 0."""
         return _all(self.lines, self.sizes, which)
 
 
@@ -78,16 +78,16 @@ def _all(
 
 
 def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
-    """Return the number `which` of a chunk of `layers` layers; an array for an array."""
+    """The number `which` of a chunk of `layers` layers (or the numbers, for an array)."""
     return which(line.base) + (layers - line.layers) * which(line.slope)
 
 
 def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
-    """Return the virtual stages of chunks with `sizes` layers.  For each layer, one MiB of the
-    copies in each direction is uncertain, because shares of bytes are rounded to a MiB. A method
-    may spare the model's last layers, so a stage near the end is sure to copy only if the probe's
-    last chunk holds none of its layers.  `waits`: the last chunk's backwards do not directly follow
-    their forwards, unlike in a probe, and a method may copy this chunk too."""
+    """The virtual stages of chunks with `sizes` layers.  For each layer and direction, one MiB of
+    the copies is uncertain, because shares of bytes are rounded to a MiB.  A method may spare the
+    model's last layers, so a stage near the end copies for certain only if the probe's last chunk
+    holds none of its layers.  `waits`: unlike in a probe, the last chunk's backwards do not
+    directly follow their forwards, so a method may copy this chunk too."""
     lines = [facts.middle] * len(sizes)
     lines[0], lines[-1] = facts.first, facts.last
     copied = [*lines[:-1], facts.middle] if waits else lines
@@ -133,8 +133,9 @@ def lowest_traffic(
 
 
 def _by_layer(turns: Turns, chunks: Stages, _: Transfers) -> float:
-    """Bytes of a step's copies by layer that run during a copy in the other direction: a forward's
-    last copy that runs into another pass' backward, and as many of that backward's copies."""
+    """Bytes of a step's layer-by-layer copies that run during a copy in the other direction: a
+    forward's last copy that extends into another pass's backward, and as many bytes of that
+    backward's copies."""
     sure = [share > 0.0 for share in chunks.surely]
     trailing = np.where(sure, chunks.all(lambda cost: cost.trailing_bytes), 0.0)
     inside = np.where(sure, chunks.all(lambda cost: cost.inside_bytes), 0.0)
@@ -144,8 +145,8 @@ def _by_layer(turns: Turns, chunks: Stages, _: Transfers) -> float:
 
 
 HIDDEN = 0.5
-"""Copies that take less than this share of the forward that they overlap are not timed again: no
-wait for them is near."""
+"""Copies that take less than this share of the forward that they overlap are not timed again,
+because compute is far from waiting for them."""
 
 
 def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
@@ -173,8 +174,8 @@ def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
 
 
 class Issued(NamedTuple):
-    """Events of ranks, one rank after the other: kind, rank, number of the pass (for copies: of
-    their forward), and stage."""
+    """Columns of events, sorted by rank: kind, rank, number of the pass (of the forward, for
+    copies), and stage."""
 
     kind: NDArray[np.int64]
     rank: NDArray[np.int64]
@@ -185,8 +186,8 @@ class Issued(NamedTuple):
 def _times(
     turns: Turns, copies: Copies | None, counted: Callable[[Turns, Issued], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """How often something occurs in a schedule; `counted` counts in a schedule's events.  Of equal
-    periods one is counted: the difference between a schedule with it and without it."""
+    """How often something occurs in a schedule, which `counted` counts in its events.  Equal
+    periods are counted once, as the difference between schedules with and without a period."""
     short, left_out = shortened(turns)
     parts = events(short, copies, cut=left_out > 0)
 
@@ -202,9 +203,9 @@ def _times(
 
 
 def _by_chunk(turns: Turns, chunks: Stages, moves: Transfers) -> float:
-    """Bytes of a step's copies of whole chunks that are issued next to a copy in the other
-    direction, of another pass.  Copies of a rank count if all its stages are sure to copy, or are
-    sure not to."""
+    """Bytes of a step's copies of whole chunks that are issued next to another pass's copy in the
+    other direction.  Copies of a rank count only if it is certain for each of its stages whether it
+    copies."""
     out, back = chunks.out_bytes, chunks.back_bytes
     copies = tuple(a > 0.0 for a in out)
     doubtful = {
@@ -242,8 +243,9 @@ def _meeting(
 
 
 class Links(NamedTuple):
-    """Seconds of each rank's message to the next stage (`down_s`) and to the stage before (`up_s`);
-    whether compute waits for its own sends, and whether the host is held until messages arrive."""
+    """Seconds of each rank's message to the next stage (`down_s`) and to the stage before (`up_s`),
+    whether compute `waits` for its own sends, and whether the host is `held` until messages
+    arrive."""
 
     down_s: tuple[float, ...]
     up_s: tuple[float, ...]
@@ -261,7 +263,7 @@ class Frame(NamedTuple):
 
 
 class _End:
-    """A stand-in for a rank's lowering that `emit_step_end` can use: it only collects blocks."""
+    """A stand-in for a rank's lowering, for `emit_step_end`; it only collects blocks."""
 
     def __init__(self, problem: Problem, plan: Plan, rank: int, order: tuple[Pass, ...]) -> None:
         self.rank, self.order = rank, order
@@ -282,7 +284,7 @@ class _End:
 
 
 def frame(problem: Problem, plan: Plan) -> Frame:
-    """The Frame of a problem's layout under `plan`, the plan that methods begin with."""
+    """The Frame of a problem's layout under `plan`, the plan that methods start from."""
     lay, system, cost = problem.layout, problem.system, problem.cost
     micro_batches = lay.num_micro_batches
     nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
@@ -323,7 +325,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
 
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
-    """Seconds by which some blocks move the compute clock of a rank."""
+    """Seconds by which blocks advance a rank's compute clock."""
     once = {id(block): block for block in blocks}
     rows = {which: rows_with(block, rank, costs.timing) for which, block in once.items()}
     macro = macro_of(*(rows[id(block)] for block in blocks))
@@ -332,9 +334,9 @@ def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
 
 
 class Stage(NamedTuple):
-    """A virtual stage.  Forward and backward: seconds (of compute once it is free, from the host's
-    start until compute ends, of the host).  `landed_s`: from the arrival of the copies back to the
-    end of the backward; `out_s`, `back_s`: seconds of copies during other passes."""
+    """A virtual stage.  `forward` and `backward` have three numbers of seconds: of compute once it
+    is free, from the host's start until compute ends, and of the host.  `landed_s`: from the end of
+    the copies back to the end of the backward; `out_s`, `back_s`: copies during other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
@@ -344,7 +346,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage]:
-    """Return the virtual stages of chunks, with copies and kernels slowed by `traffic`."""
+    """The virtual stages of chunks, with copies and kernels slowed by `traffic`."""
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
         """Seconds of each stage's copies during other passes."""
@@ -389,8 +391,8 @@ def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Sta
 def schedule_bound_s(
     frame: Frame, chunks: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
 ) -> float:
-    """Lower bound of the step in seconds, without what compute loses to collectives of states that
-    run beside it: a rank that waits for a message loses nothing."""
+    """Lower bound of the step in seconds.  The slowdown of compute by concurrent collectives of
+    states is left out, because a rank that waits for a message loses nothing to them."""
     whole = moves.granularity == "chunk"
     stages = stages_of(chunks, traffic, cost)
     pieces, links = _pieces(frame, stages), frame.links

@@ -1,6 +1,6 @@
-"""A walk through the passes of a step and the copies during them, in an order from the schedule.
+"""Walks through the passes of a step and the copies during them, in the order of the schedule.
 
-The order of events follows from the schedule alone.  It is written once, as arrays with an entry
+The order of events follows from the schedule alone.  It is computed once, as arrays with an entry
 per event, and walked for every plan with the plan's seconds.
 
 A long schedule is walked in three parts: up to a point of one period, on to the same point of the
@@ -23,8 +23,8 @@ NONE = -1
 
 
 PASS, FETCH, FREE = range(3)
-"""Events: a pass; the copies of a later backward begin; compute waits for the copies of a forward,
-whose device memory must be free by now."""
+"""The kinds of events: a pass; the start of the copies back for a later backward; compute waits
+until the copies of a forward have ended and their device memory is free."""
 
 
 class Turns(NamedTuple):
@@ -47,17 +47,15 @@ class Turns(NamedTuple):
 
 
 GROUPS = 5
-"""Groups of pp micro-batches that a shortened schedule keeps: the warm-up with the first group, two
-whole periods to compare, and the end."""
-
-
+"""The groups of pp micro-batches that a shortened schedule keeps: the warm-up with the first group,
+two whole periods to compare, and the end."""
 CUTS = (2, 3)
-"""The periods (of a group's backwards) after which a shortened schedule is cut."""
+"""The numbers of periods (of a group's backwards) after which a shortened schedule is cut."""
 
 
 def shortened(turns: Turns) -> tuple[Turns, int]:
-    """Return the schedule without some periods of its steady state, and the number of periods left
-    out.  In a period every rank runs the passes of pp micro-batches."""
+    """The schedule without some periods of its steady state, and the number of periods left out.
+    In a period every rank runs the passes of pp micro-batches."""
     left_out = turns.micro_batches // turns.pp - GROUPS
     whole = turns.vpp == 1 or turns.micro_batches % turns.pp == 0
     if turns.schedule == "gpipe" or turns.pp == 1 or left_out < 1 or not whole:
@@ -66,8 +64,8 @@ def shortened(turns: Turns) -> tuple[Turns, int]:
 
 
 class Copies(NamedTuple):
-    """The settings that decide the events of copies during other passes: whether they are of whole
-    chunks, and after how many passes their device memory is free (`Transfers.release_lag`)."""
+    """The settings that decide the events of copies during other passes: whether `whole` chunks are
+    copied, and after how many passes their device memory is free (`Transfers.release_lag`)."""
 
     whole: bool
     release_lag: int
@@ -90,8 +88,8 @@ class Events(NamedTuple):
 
 @lru_cache(maxsize=128)
 def events(turns: Turns, copies: Copies | None, *, cut: bool = False) -> tuple[Events, ...]:
-    """Return the events of a schedule; without `copies`, only passes.  With `cut`, return three
-    parts: each rank's events up to equal points of two neighbouring periods, and the rest."""
+    """The events of a schedule; without `copies`, only passes.  With `cut` there are three parts:
+    each rank's events up to equal points of two neighbouring periods, and the rest."""
     passed = _passes(turns, cut)
     count = len(passed.pass_id)
     piece = 2 * (passed.pass_id // turns.micro_batches % turns.stages) + (
@@ -168,16 +166,16 @@ def _passes(turns: Turns, cut: bool) -> _Passes:
 
 
 def _cuts(turns: Turns, cut: bool) -> list[list[int]]:
-    """The passes of each rank before each cut.  A rank has one backward more behind it than the
-    rank before, so that no pass before a cut waits for one after it."""
+    """The number of passes of each rank before each cut.  A rank has finished one more backward
+    than the rank before it, so that no pass before a cut waits for one after it."""
     backwards = [periods * turns.pp * turns.vpp for periods in CUTS] if cut else []
     ranks = range(turns.pp)
     return [[_warm(turns, rank) + 2 * (count + rank) for rank in ranks] for count in backwards]
 
 
 def _of_rank(turns: Turns, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The passes of a rank in their order: their numbers, and the numbers of the passes whose
-    messages they wait for."""
+    """The numbers of a rank's passes in order, and the numbers of the passes whose messages they
+    wait for."""
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
     numbers = np.fromiter(chain.from_iterable(order), np.int64, 3 * len(order))
     forward, micro_batch, chunk = numbers.reshape(-1, 3).T
@@ -194,11 +192,11 @@ def _warm(turns: Turns, rank: int) -> int:
 
 
 def _copies(turns: Turns, copies: Copies, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """By kind of event: the positions in a rank's order where copies back begin, and where compute
-    waits for copies to the host, with the numbers of their forwards, as in
-    engine/lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the
-    chunk's own, those of a chunk's last layer with the pass before, but both after the chunk's
-    forward."""
+    """By kind of event, the positions in a rank's order at which copies back begin or compute waits
+    for copies to the host, each with the number of the forward, as in
+    engine/lowering/rank_steps.py.  Copies back of a whole chunk begin with the rank's previous
+    backward, those of a chunk's last layer with its previous pass, but never before the chunk's
+    forward has ended."""
     found: dict[int, list[tuple[int, int]]] = {FETCH: [], FREE: []}
     forward_at: dict[int, int] = {}
     half, stride, previous = turns.half, turns.micro_batches, -1
@@ -217,7 +215,7 @@ def _copies(turns: Turns, copies: Copies, rank: int) -> dict[int, list[tuple[int
 
 
 ALIKE = 1e-9
-"""Share of a period's seconds by which its clocks may differ."""
+"""The share of a period's seconds by which clocks may differ and still count as equal."""
 
 
 class Pieces(NamedTuple):
@@ -274,7 +272,7 @@ class Clocks:
         slack_s = ALIKE * moved_s
 
         def alike(now: Sequence[float], earlier: Sequence[float]) -> bool:
-            """Whether all of some times moved alike; those of copies that do not occur stay 0."""
+            """Whether all times moved by `moved_s`; times of copies that do not occur stay 0."""
             pairs = zip(now, earlier, strict=True)
             return all(abs(a - b - moved_s) <= slack_s for a, b in pairs if a)
 
@@ -304,7 +302,7 @@ class Clocks:
 
 
 ByPiece = list[tuple[float, float, float, float]]
-"""The seconds of `Pieces` by piece."""
+"""The numbers of `Pieces`, one tuple per piece."""
 
 
 def walk(
@@ -314,8 +312,8 @@ def walk(
     copies: Copies | None = None,
     copy_times: CopyTimes | None = None,
 ) -> list[float]:
-    """Seconds when each rank's compute ends.  Copies during other passes have separate clocks on
-    each rank: a copy to the host begins when its forward has ended, a copy back begins at its entry
+    """The seconds at which each rank's compute ends.  Copies during other passes have separate
+    clocks on each rank: a copy to the host begins when its forward ends, a copy back at its entry
     in `events`, and compute waits for both."""
     none = [0.0] * turns.stages
     copy_times = copy_times or CopyTimes(none, none, none, held=False)

@@ -1,4 +1,4 @@
-"""Small problems that probes lower, and the tensors that plans store there."""
+"""The small problems that probes lower, and the bytes that plans store there."""
 
 from dataclasses import replace as replaced
 from itertools import pairwise
@@ -18,16 +18,16 @@ from rematbench.solve.kept import resolved
 
 
 class Stored(NamedTuple):
-    """The bytes that the layers of a rank's chunk store for one micro-batch: on the device, and per
-    tensor copied to the host, the largest first."""
+    """The bytes that the layers of a rank's chunk store for one micro-batch: those kept on the
+    device, and those of each tensor that is copied to the host, the largest first."""
 
     kept_bytes: int
     copied: tuple[int, ...]
 
 
 def stored(problem: Problem, plan: Plan) -> list[Stored]:
-    """Return the fewest bytes that each rank's first chunk stores in any phase.  Raises PlanError
-    if the plan's fates cannot be lowered."""
+    """The fewest bytes that each rank's first chunk stores in any phase.  PlanError if the plan's
+    fates cannot be lowered."""
     kept: dict[int, int] = {}
     copied: dict[int, tuple[int, ...]] = {}
     for ops, fates, _ in resolved(problem, plan, apart=True):
@@ -51,9 +51,9 @@ MICRO_BATCHES = 5
 
 def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
-    and enough copies of the model to fill whole nodes and NVLink domains (or a part of one), each
-    with the micro-batches of a probe.  One copy where only more GPUs than the job's would fill
-    them: its groups are the job's first ones."""
+    and enough copies of the model to fill whole nodes and NVLink domains (or to lie inside one),
+    each with the micro-batches of a probe.  If that takes more GPUs than the job has, there is one
+    copy, whose groups are the job's first ones."""
     micro_batches = MICRO_BATCHES if pp > 1 else 2
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
@@ -81,14 +81,15 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
 
 
 NO_COMMUNICATION = 1e-9
-"""Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
-than a layout's groups, or a longer chunk gathers further ahead: a bound may not count them."""
+"""The factor on the seconds of a probe's collectives if a bound must not count them, because the
+probe's groups may be placed worse than a layout's, or because longer chunks gather further
+ahead."""
 
 
 def _same_copies(problem: Problem) -> Cluster:
-    """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
-    other ranks on a node, which would share links and DRAM otherwise.  Its NVLink domains are as
-    large as the problem's."""
+    """The problem's cluster, changed so that copies run at the problem's rates with any number of
+    ranks, although a probe has other numbers of ranks per node to share links and DRAM.  NVLink
+    domains are as large as the problem's."""
     alone, both = problem.cost.copy_bytes_per_s(), NO_TRAFFIC._replace(two_way_share=1.0)
     return replace(
         problem.cluster,
@@ -109,8 +110,8 @@ def leaves_nodes(problem: Problem) -> bool:
 
 
 def _without_overlaps(system: System, layout: Layout) -> System:
-    """The stack of a probe: without the traffic between replicas that a pass does not wait for.
-    Limits of bytes of gathers and buckets, which a short chunk does not reach, are the least."""
+    """The stack of a probe, without the traffic between replicas that passes do not wait for.
+    Limits of gathers and buckets, which a short chunk does not reach, are set to their minimum."""
     fates = {fate.kind: fate for fate in state_fates(layout, system)}
     peers = layout.has_peers
     reduces = has_whole_gradients(fates["gradient"], layout)
@@ -131,9 +132,9 @@ def _without_overlaps(system: System, layout: Layout) -> System:
 
 
 def placed_alike(problem: Problem) -> bool:
-    """Whether tensor-, context- and expert-parallel groups lie on nodes in the same way in every
-    layout: their ranks are neighbours, and a group's size (of experts: that of the groups of
-    neighbours among which they are spread) divides a node or is a number of whole nodes."""
+    """Whether tensor-, context- and expert-parallel groups are placed on nodes in the same way in
+    every layout: their ranks are neighbours, and each group's size (for experts ep x etp) divides a
+    node or is a number of whole nodes."""
     lay, node = problem.layout, problem.cost.domain
     nested = lay.tp * lay.ulysses
     sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
@@ -142,9 +143,9 @@ def placed_alike(problem: Problem) -> bool:
 
 
 def shrunk(problem: Problem, sizes: tuple[int, ...]) -> tuple[Problem, Plan]:
-    """Return the problem with `sizes` layers on its ranks and no overlapped traffic between
-    replicas and no layer that predicts more tokens, and the plan that methods begin with. Its
-    programs do not depend on the cluster (no file of lowering reads the cluster)."""
+    """The problem with `sizes` layers on its ranks, without overlapped traffic between replicas and
+    without prediction layers, and the plan that methods start from.  Its programs do not depend on
+    the cluster, because no file of lowering reads it."""
     model, node = problem.workload.model, problem.cluster.gpus_per_node
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len

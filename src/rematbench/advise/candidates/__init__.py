@@ -1,1 +1,1 @@
-"""What a comparison and a search try: methods, layouts, trials."""
+"""What comparisons and searches try: methods, layouts, and trials of plans."""

@@ -1,4 +1,4 @@
-"""Candidates: methods in their order of application, each with its settings or an open scalar."""
+"""Candidates: methods in the order in which they are applied, with settings or an open scalar."""
 
 from typing import Annotated, Literal
 
@@ -15,23 +15,23 @@ Scale = Literal["share", "layers", "pieces"]
 
 class Scalar(Struct, frozen=True):
     """A parameter that the search raises until a plan fits.  `share`: a fraction, raised from 0 to
-    1 in `steps` steps.  `layers`: a number of a chunk's layers.  Seconds and bytes of a pass are
-    linear in both.  `pieces`: the declared `values`; more pieces add seconds and free bytes."""
+    1 in `steps` steps.  `layers`: a number of layers per chunk.  Seconds and bytes of a pass are
+    linear in both.  `pieces`: the declared `values`; more pieces cost seconds and free bytes."""
 
     scale: Scale
     steps: int = 0
     values: tuple[str, ...] = ()
 
     def count(self, layers: int) -> int:
-        """The number of values, for a chunk of `layers` layers."""
+        """The number of values that the scalar has for a chunk of `layers` layers."""
         return {"share": self.steps, "layers": layers, "pieces": len(self.values)}[self.scale]
 
 
 class Variant(Struct, frozen=True):
-    """One method of a candidate.  `text`: the method with its settings; if it has a scalar,
-    `text.format` fills in the scalar's value.  `composes`: false for policies (as in `compare`).
-    `cuts`: whether the method computes in pieces; `moves`: whether it moves passes, so that its
-    plan may be faster than the plan that it is added to."""
+    """One method of a candidate.  `text`: the method with its settings; `text.format` fills in the
+    value of an open scalar.  `composes`: false for policies (as in `compare`).  `cuts`: whether the
+    method computes in pieces; `moves`: whether it reorders passes, so that its plan may be faster
+    than the plan that it extends."""
 
     method: str
     text: str
@@ -53,22 +53,21 @@ class Variant(Struct, frozen=True):
 
 
 def of_policy(policy: Policy) -> Variant:
-    """A policy, with the number that it tunes as its scalar."""
+    """A policy as a variant; the number of layers that it tunes, if any, is the scalar."""
     if policy.smallest:
         return Variant(policy.method, f"{policy.name} {{}}", Scalar("layers"), composes=False)
     return Variant(policy.method, policy.name, composes=False)
 
 
 def of_pieces(entry: MethodEntry) -> Variant:
-    """A method that computes in pieces, with its grid as its scalar."""
+    """A method that computes in pieces, as a variant whose scalar is the method's grid."""
     values = tuple(method_text(entry, each) for each in entry.grid)
     return Variant(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)
 
 
 class Candidate(Struct, frozen=True):
-    """Methods in their order of application; a candidate without methods keeps every
-    activation.  At most one part has a scalar in which costs are linear: that part is the
-    candidate's *share*."""
+    """Methods in the order in which they are applied; a candidate without methods keeps every
+    activation.  The *share* is the part, at most one, with a scalar in which costs are linear."""
 
     parts: tuple[Variant, ...] = ()
 
@@ -80,7 +79,7 @@ class Candidate(Struct, frozen=True):
 
     @property
     def moves(self) -> bool:
-        """Whether a part moves passes."""
+        """Whether a part reorders passes."""
         return any(part.moves for part in self.parts)
 
     @property
@@ -122,8 +121,8 @@ KEEP = Candidate()
 
 
 class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a trainer on some `stacks` has of its own: the `keys` to paste by method; `why`: where
-    its source says so."""
+    """The policies that a trainer on some `stacks` offers: the configuration `keys` to paste, by
+    method; `why`: the place in the trainer's source."""
 
     name: str
     stacks: tuple[str, ...]

@@ -12,9 +12,15 @@ from msgspec.structs import replace
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import GATHERED_CHUNKS, Layout, LayoutError, even_partition
+from rematbench.inputs.layout import (
+    GATHERED_CHUNKS,
+    Layout,
+    LayoutError,
+    even_sizes,
+    partition_of_sizes,
+)
 from rematbench.inputs.layout_rules import check_exchanges, check_layout
-from rematbench.inputs.stages import partition_of_sizes, read_stages
+from rematbench.inputs.stages import read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
@@ -23,26 +29,23 @@ from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
-
-
 FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
-"""Dispatchers that send a token once to a node, by the GPUs that have their kernels (Megatron-core
-0.16.1, core/transformer/moe/fused_a2a.py)."""
-
-
+"""Dispatchers that send a token once to each node, by the GPU generation that has their kernels
+(Megatron-core 0.16.1, core/transformer/moe/fused_a2a.py)."""
 ENDS, MOST_LESS = 2, 4
-"""By how many layers the first and the last chunk together may be smaller than two other chunks if
-ranks have several chunks: for the embedding and the loss, and at most."""
+"""With several chunks per rank: how many layers fewer than two other chunks the first and the last
+chunk together usually have (for embedding and loss), and how many fewer at most."""
 _RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
-"""The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
+"""The numbers in a broken rule.  Group 1 matches those that belong to the rule itself (factors and
+ZeRO stages) and are kept; numbers of the layout are replaced by N."""
 MOST_MICRO_BATCH = 64
-"""Most sequences in a micro-batch: no kernel becomes faster with more."""
+"""The most sequences in a micro-batch, because no kernel becomes faster with more."""
 
 
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees that the user has fixed; None for a degree to search.  `sp`: whether tensor
-    parallelism shards rows too.  `shard_degree` is not searched (0: all peers share sharded
-    states), and a fact of the job's degrees that is no field here is that of every layout."""
+    """Degrees that the user has fixed; None for a degree to search.  `sp`: whether sequence
+    parallelism is on.  `shard_degree` is not searched (0: all peers share sharded states).  Facts
+    of the job's degrees that are no fields here hold for every layout."""
 
     tp: int | None = None
     sp: bool | None = None
@@ -59,11 +62,11 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 # Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
-    """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
-    the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
-    on the device; `states`: the method, with its settings, that places them in pieces (empty:
-    none); `overlaps`: experts' exchanges run beside another micro-batch, although the stack has
-    them wait; `dispatcher`: it replaces the stack's (None: it does not)."""
+    """A layout and the numbers of layers of its chunks, in pipeline order (`sizes`).  `even`:
+    whether the partition is the even one; `hosted`: whether optimizer states are in host memory
+    although the stack keeps them on the device; `states`: the method, with settings, that places
+    them in pieces (empty: none); `overlaps`: whether experts' exchanges overlap with another
+    micro-batch although the stack's do not; `dispatcher`: the one to use (None: the stack's)."""
 
     layout: Layout
     sizes: tuple[int, ...]
@@ -74,7 +77,7 @@ class LayoutChoice(Struct, frozen=True):
     dispatcher: Dispatcher | None = None
 
     def base(self, plan: Plan) -> Plan:
-        """The plan that methods begin with: `plan` with this choice's partition."""
+        """The plan that methods start from: `plan` with this choice's partition."""
         if self.even:
             return plan
         more = sum(len(chunk) for rank in plan.partition for chunk in rank) - sum(self.sizes)
@@ -85,7 +88,7 @@ class LayoutChoice(Struct, frozen=True):
         return replace(self, sizes=sizes, even=even)
 
     def keeping(self, problem: Problem, registry: Registry) -> Plan | Unsupported:
-        """The plan that keeps every activation here, with its states where they are placed."""
+        """The plan that keeps every activation at this layout, after `states` was applied."""
         base = self.base(problem.base_plan)
         return registry.resolve(self.states or IDENTITY, None, problem).plan(problem, base)
 
@@ -95,18 +98,12 @@ class LayoutChoice(Struct, frozen=True):
         return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
 
 
-def even_sizes(layers: int, layout: Layout) -> tuple[int, ...]:
-    """The layers of each chunk of the even partition, in pipeline order."""
-    even = even_partition(layers, layout)
-    return tuple(len(rank[chunk]) for chunk in range(layout.vpp) for rank in even)
-
-
 def ended(
     choice: LayoutChoice, layout: Layout, layers: int, first: int, last: int
 ) -> LayoutChoice | None:
-    """The choice with so many layers in the first and the last chunk of `layout`, and the others
-    in the chunks between, as evenly as possible, the first of these with more; None if there is
-    none with layers in each."""
+    """The choice with `first` and `last` layers in the end chunks of `layout`, and the remaining
+    layers spread evenly over the chunks between, the earlier ones with more; None if a chunk
+    between would be empty."""
     between = layout.num_chunks - 2
     rest = layers - first - last
     if min(first, last) < 0 or rest < between or (rest and not between):
@@ -118,7 +115,7 @@ def ended(
 
 class Space(Struct, frozen=True):
     """The layouts of a job, and the number of layouts that each rule refused.  `apart`: layouts
-    that the job states, which no bound covers."""
+    with stages that the job states and that no bound covers."""
 
     choices: tuple[LayoutChoice, ...]
     refused: dict[str, int]
@@ -126,8 +123,8 @@ class Space(Struct, frozen=True):
 
 
 def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
-    """Return all layouts of `spec`'s GPUs and global batch with the `fixed` degrees.  Raises
-    LayoutError if the fixed degrees do not divide the GPUs."""
+    """All layouts with `spec`'s GPUs and global batch and the `fixed` degrees.  LayoutError if the
+    fixed degrees do not divide the GPUs."""
     refused: Counter[str] = Counter()
     ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
     if spec.gpus % ranks:
@@ -183,12 +180,12 @@ def _dense_between_experts(work: Workload) -> str:
 
 
 Exchange = tuple[Dispatcher | None, bool, System]
-"""Another dispatcher of experts (None: the stack's), whether exchanges overlap, and the stack with
-both."""
+"""A dispatcher of experts (None: the stack's), whether exchanges overlap, and the stack with both
+changes."""
 
 
 def _open_exchanges(spec: Job, cluster: Cluster, system: System) -> list[Exchange]:
-    """The other exchanges of experts that the stack can run, where the job does not choose them."""
+    """Further ways of exchanging tokens that the stack supports and the job does not fix."""
     flex = other_dispatcher(spec, cluster, system)
     overlaps = (False, True) if switches_overlap(spec, system) else (False,)
     return [
@@ -203,7 +200,7 @@ def _open_exchanges(spec: Job, cluster: Cluster, system: System) -> list[Exchang
 
 
 def _possible(exchange: Exchange, layout: Layout, work: Workload) -> bool:
-    """Whether a layout that the stack runs may have an exchange."""
+    """Whether a layout that the stack runs can be combined with an exchange."""
     _, overlaps, system = exchange
     if layout.ep == 1 or (overlaps and layout.num_micro_batches == 1):
         return False
@@ -215,32 +212,31 @@ def _possible(exchange: Exchange, layout: Layout, work: Workload) -> bool:
 
 
 def switches_overlap(spec: Job, system: System) -> bool:
-    """Whether the stack can run experts' exchanges beside another micro-batch, does not yet, and
-    the job leaves it open."""
+    """Whether the stack can overlap experts' exchanges with another micro-batch, does not do so by
+    default, and the job leaves it open."""
     has = "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
     return has and spec.stack.ep_overlap is None
 
 
 def other_dispatcher(spec: Job, cluster: Cluster, system: System) -> Dispatcher | None:
-    """The dispatcher to try beside the stack's all-to-all, if the job leaves it open: where the
-    stack is Megatron-core of 0.16, of which alone exchanges overlap too, and the GPUs have its
-    kernels."""
+    """The dispatcher to try besides the stack's all-to-all, if the job leaves it open, the GPUs
+    have its kernels, and the stack is Megatron-core 0.16 (the only one whose exchanges overlap)."""
     plain = system.experts.dispatcher == "alltoall" and "ep_overlap" in system.accepts.features
     undecided = plain and spec.stack.dispatcher is None
     return FLEX.get(cluster.generation) if undecided else None
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
-    """Whether the optimizer's states may go to host memory and the cluster has a rate for their
-    update there."""
+    """Whether optimizer states may move to host memory: the stack has them on the device, and the
+    cluster has a rate for updates on the host."""
     return not system.host.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(
     spec: Job, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
 ) -> Iterator[Layout]:
-    """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
-    Adds to `refused` the degrees whose replicas do not divide the batch."""
+    """Yield every combination of degrees that uses all GPUs, before layout rules are checked.
+    Combinations whose replicas do not divide the batch are counted in `refused`."""
     asked, batch = spec.gpus, spec.degrees.global_batch
     if spec.degrees.tp_columns > 1:
         raise LayoutError(
@@ -288,8 +284,8 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
 
 
 def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
-    """Sequence parallelism on and off; off alone where one rank has the whole tensors, on alone for
-    experts, which need it."""
+    """The settings of sequence parallelism to try: only off at tp 1, only on with experts, which
+    need it, otherwise both."""
     if tp == 1:
         return [False]
     if fixed is None and work.model.experts is not None:
@@ -298,12 +294,11 @@ def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
 
 
 def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
-    """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
-    the same number of layers if the embedding, the head or both count as a layer (the chunks at the
-    ends then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
-    account_for_loss_in_pipeline_split).  If there is no such number, those for which the
-    chunks at the ends are not empty and have at most MOST_LESS layers less together, which the text
-    of stages can say."""
+    """Chunks per rank to try: that of stated stages; otherwise 1, and each number with which all
+    chunks have equally many layers if embedding, head or both count as a layer (Megatron:
+    account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).  If there is no
+    such number, those with which the end chunks are not empty and together lack at most MOST_LESS
+    layers, which the text of stages can express."""
     if fixed is not None:
         return [fixed]
     if stages:
@@ -319,8 +314,8 @@ def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
 def _states_and_experts(
     fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
 ) -> list[tuple[ZeroStage, int, int | None]]:
-    """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
-    peers where the other parameters have none."""
+    """The (ZeRO stage, ep, etp) to try at degrees (tp, cp, pp, dp), sorted by stage.  Experts may
+    have data-parallel peers although the other parameters have none."""
     (tp, cp, pp, dp), experts = degrees, work.model.experts
     ranks, pairs = tp * cp * dp, list[tuple[int, int | None]]([(1, None)])
     if experts is not None:  # an expert is whole, or is split as attention is
@@ -340,8 +335,8 @@ def _states_and_experts(
 
 
 def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> list[ZeroStage]:
-    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without peers all are
-    equal: only stage 1.  Stage 2 of FSDP in a pipeline is its stage 3."""
+    """The ZeRO stages to try: in a pipeline those that the stack supports there, without peers only
+    stage 1, because all are equal.  In a pipeline FSDP's stage 2 equals its stage 3."""
     if fixed is not None:
         return [fixed]
     if not peers:
@@ -353,10 +348,10 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
-    """The even partition, and the partitions with one layer less or more on the first or the last
-    rank (without interleaving, from pp 3 on).  With interleaving, if the layers do not fill all
-    chunks (ENDS apart, which the even partition takes from both ends), every split of the missing
-    layers over the first and the last chunk."""
+    """The even partition, and from pp 3 on, without interleaving, the partitions with a layer less
+    or more on the first or the last rank.  With interleaving, if the layers do not fill all chunks,
+    every split of the missing layers over the end chunks (except ENDS missing layers, which the
+    even partition takes from both ends)."""
     sizes = even_sizes(layers, layout)
     even = LayoutChoice(layout, sizes)
     yield even

@@ -32,10 +32,10 @@ LARGEST_UNIT = 8
 
 
 def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate, ...]:
-    """Return the candidates of exactly these methods.  If a method's `share` is left open, it
-    becomes the method's scalar, with as many steps as the method's `steps`, if declared.  If a
-    method would choose a parameter of its grid from the whole layout, each value gives a candidate,
-    because a probe of a few layers cannot know the choice."""
+    """The candidates of exactly these methods.  A `share` parameter without a value becomes the
+    method's scalar, with the method's number of `steps`.  If a method would choose a parameter of
+    its grid from the whole layout, each value gives a candidate, because a probe of a few layers
+    cannot know the choice."""
     choices = [_settings(method, registry) for method in composed.methods]
     return tuple(Candidate(parts) for parts in product(*filter(None, choices)))
 
@@ -57,8 +57,8 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
 
 
 def places_states(registry: Registry, name: str) -> bool:
-    """Whether a method, as it is typed, places training states; MethodError if it is composed with
-    others."""
+    """Whether a method, as the user types it, places training states; MethodError if it is a
+    composition that does."""
     entries = [registry.entry(method.name) for method in registry.resolve(name).methods]
     places = any(entry.moves_states for entry in entries)
     if places and len(entries) > 1:
@@ -67,8 +67,8 @@ def places_states(registry: Registry, name: str) -> bool:
 
 
 def placements(registry: Registry, names: Iterable[str]) -> tuple[str, ...]:
-    """The methods of `names` that place training states, each at every value of its grid that the
-    name leaves open."""
+    """The methods of `names` that place training states, at every value of their grids that the
+    name does not fix."""
     return tuple(
         candidate.text()
         for name in names
@@ -78,8 +78,8 @@ def placements(registry: Registry, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def chooses(method: Method, registry: Registry) -> bool:
-    """Whether a method chooses grid parameters by itself, from facts that differ between the
-    layouts of a group (pieces follow from the shapes of tensors)."""
+    """Whether a method chooses grid parameters by itself from facts that differ between the layouts
+    of a group; methods in pieces do not, because they look only at shapes of tensors."""
     entry = registry.entry(method.name)
     if _cuts(entry):
         return False
@@ -89,9 +89,9 @@ def chooses(method: Method, registry: Registry) -> bool:
 def variants(
     registry: Registry, config: CompareConfig, model: Model, only: Sequence[str] = ()
 ) -> list[Variant]:
-    """Return every method that is not a planner and moves neither states nor passes, at its
-    defaults or at each setting of its grid, and the policies for the model.  `only`: the names of
-    the methods and policies to take; empty for all."""
+    """All methods, except planners and those that move states or passes, at their defaults or at
+    each setting of their grids, and the policies for the model.  `only`: names of the methods and
+    policies to take (empty: all)."""
     results: list[Variant] = []
     for entry in registry.methods.values():
         if entry.planner or entry.moves_states or entry.name == IDENTITY:
@@ -103,15 +103,15 @@ def variants(
         if (only and policy.method not in only) or not policy.applies(model):
             continue
         if policy.smallest and policy.settings.get("method") != "block":
-            continue  # a group policy: costs are not linear in the layers of a group
+            continue  # costs are not linear in the number of layers of a group
         results.append(of_policy(policy))
     tuned = [text for text in only if text not in registry.methods]
     return results + [_tuned(registry, text) for text in tuned]
 
 
 def _tuned(registry: Registry, text: str) -> Variant:
-    """A policy by its name, or a method with the settings that the user typed; `method:` is the
-    method without settings, where a policy has the same name."""
+    """A policy by its name, or a method with the settings that the user typed.  `method:` means the
+    method without settings if a policy has the same name."""
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: name single methods only; search composes them itself")
@@ -137,10 +137,10 @@ def _of_method(entry: MethodEntry) -> Iterable[Variant]:
 def package_variants(
     entry: MethodEntry, problems: Iterable[Problem], only: Sequence[str] = ()
 ) -> list[Variant]:
-    """The policies that a package's options express on any of some problems, each by itself, with
-    the fewest settings that make its plan.  Of the policies that differ in a number of layers in
-    which costs are linear (`by_layer`), one variant varies that number.  `only`: texts of the
-    policies to take; empty, or the package's name, for all."""
+    """The policies that a package's options can express on some of `problems`, with the fewest
+    settings that give the same plan.  Policies that differ only in a number of layers in which
+    costs are linear (`by_layer`) become one variant with that number as its scalar.  `only`: texts
+    of the policies to take (empty, or the package's name: all)."""
     result = dict.fromkeys(text for text in only if text not in (entry.name, IDENTITY))
     seen: dict[str, str] = {}
     for problem in problems if not only or entry.name in only else ():
@@ -157,15 +157,15 @@ def package_variants(
 
 
 def _varied(entry: MethodEntry, settings: dict[str, str]) -> str:
-    """A policy's text, with an open number of layers if costs are linear in it."""
+    """A policy's text, in which the number of layers stays open if costs are linear in it."""
     parameter, linear = entry.declared("by_layer", ("", {}))
     varies = bool(linear) and linear.items() <= settings.items()
     return method_text(entry, {**settings, parameter: "{}"} if varies else settings)
 
 
 def _needed(entry: MethodEntry, policy: Method, problem: Problem) -> dict[str, str] | None:
-    """The settings of a policy without which it would have another plan; None if there is no plan,
-    or if it changes other things than activations: layouts say where states are."""
+    """The settings that a policy needs for its plan; None if it has no plan or changes more than
+    activations (layouts decide where states are)."""
     base = problem.base_plan
     plan = policy.plan(problem, base)
     if isinstance(plan, Unsupported) or plan.states != base.states:

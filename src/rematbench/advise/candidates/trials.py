@@ -1,5 +1,4 @@
-"""The trial of one candidate at a layout: plan, lower, count bytes, and time the step if the bytes
-fit."""
+"""The trial of a candidate at a layout: plan, lower, count bytes, and time the step if it fits."""
 
 from math import inf
 
@@ -17,22 +16,18 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import Engines
 
 NO_PLAN = "no plan: "
-
-
 RESERVED = "device memory too small for what the allocator reserves"
-"""Why a plan does not fit whose live bytes fit."""
-
-
+"""The reason for a plan whose live bytes fit but whose reserved bytes do not."""
 KEPT_ACTIONS = 20_000
-"""The largest program, in actions that are written out, that is kept for other clusters."""
+"""The largest program that is kept for searches on other clusters, in written-out actions."""
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """The result of a candidate, with values that the search needs while it works.  A plan that
-    does not fit has no evaluation.  `content`: the key of its plan; empty without a plan.
-    `candidate`: the part that is equal for plans that differ only in a share or in pieces.
-    `short_bytes`: device bytes that the plan lacks.  `at_least`: whether it may lack more, because
-    the replay of the allocator ended early."""
+    """The result of a candidate, with values that a running search needs.  A plan that does not fit
+    has no evaluation.  `content`: the key of the plan (empty without a plan).  `candidate`: a text
+    that is equal for plans that differ only in a share or in pieces.  `short_bytes`: device bytes
+    that the plan lacks; it may lack more if `at_least`, because the allocator's replay was
+    stopped early."""
 
     result: Result
     content: bytes = b""
@@ -42,16 +37,17 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     @property
     def host_short_bytes(self) -> int:
-        """Host bytes of a node that the plan lacks; not above 0 if it lacks none."""
+        """Host bytes per node that the plan lacks; 0 or negative if it lacks none."""
         verdict = self.result.verdict
         return -verdict.host_headroom_bytes if verdict else 0
 
 
 class LayoutTrials:
-    """The trials of plans at a layout, by all searches there.  `job`: the layout's problem and the
-    plan that methods begin with; `states`: the method that places its states (empty: none).
-    `evaluator`: keeps lowered plans for other clusters (None: there are none).  `trials`: by the
-    content of their plans.  `ended`: plans whose replay of the allocator ended early."""
+    """The trials of plans at one layout, which all searches share.  `job`: the layout's problem and
+    the plan that methods start from; `states`: the method that places optimizer states (empty:
+    none); `evaluator`: keeps lowered plans for searches on other clusters (None: there are none);
+    `trials`: by the content of their plans; `ended`: plans whose allocator replay was stopped
+    early."""
 
     def __init__(
         self, job: PlannedJob, states: str = "", evaluator: Evaluator | None = None
@@ -62,7 +58,7 @@ class LayoutTrials:
         self.ended: dict[bytes, Lowered] = {}
 
     def named(self, method: str) -> str:
-        """A method's text with the method that places the layout's states behind it."""
+        """A method's text, followed by the method that places the layout's states."""
         states = self._states
         if not states or f"+{method}".endswith(f"+{states}"):
             return method
@@ -77,8 +73,8 @@ class LayoutTrials:
         engines: Engines | None = None,
     ) -> Trial:
         """Plan and lower a candidate, count its bytes, and time its step if the bytes fit.  The
-        problem's reserve stays free, and one of `engines` must have options for the plan.  A plan
-        that equals an earlier plan is not lowered again."""
+        problem's reserve must stay free, and one of `engines` must support the plan.  A plan that
+        equals an earlier one is not lowered again."""
         method = self.named(method)
         blank = Result(job=self.job, method=method, family="", status="failed", bound_s=bound_s)
         plan = planned_at(self.job, method, registry)
@@ -99,12 +95,12 @@ class LayoutTrials:
             return Trial(result=replace(result, reason=f"{NO_PLAN}{error}"))
         if trial.at_least:
             self.ended[content] = lowered
-        # it is timed on another cluster, or replayed whole, if at all
+        # the program is only needed again to time it on another cluster or to replay it in full
         lowered.forget(KEPT_ACTIONS if keeps else 0)
         return trial
 
     def lacked_bytes(self, content: bytes) -> float:
-        """The device bytes that a plan lacks, for a plan whose replay of the allocator ended
+        """The device bytes that a plan lacks, by a full replay, for a plan whose replay was stopped
         early."""
         held = weighed(self.problem, self.ended[content])
         return float(held.nbytes - _room(self.problem))
@@ -124,8 +120,8 @@ def planned_at(job: PlannedJob, method: str, registry: Registry) -> Plan | str:
 
 
 def _judged(trial: Trial, lowered: Lowered) -> Trial:
-    """`trial` with the plan's evaluation where the plan fits, else with the reason.  What takes the
-    shortest time runs first: live bytes, host bytes, the allocator, the step's seconds."""
+    """`trial` completed by the plan's evaluation if it fits, otherwise by the reason.  Cheap checks
+    run first: live bytes, host bytes, the allocator's replay, the simulation of the step."""
     result, problem = trial.result, trial.result.problem
     room, pinned = _room(problem), host_node_bytes(problem, lowered.ranks)
     live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)

@@ -1,7 +1,6 @@
-"""Every method, composition and baseline policy on one job: evaluated, ranked, and as rows."""
+"""Evaluates and ranks every method, composition and baseline policy on one job."""
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import ALIKE, PlannedJob, Result, Status
+from rematbench.evaluate.result import PlannedJob, Result, Status
 from rematbench.evidence.bands import ratio_band, with_host_rates, with_ties
 from rematbench.host.workers import NoAnswer, Pool, lost_reason
 from rematbench.plan import Plan
@@ -41,23 +40,19 @@ COLUMNS = (
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
 
 
-NEAREST = 8
-"""Results, fastest first, that are tried again without the device's reserve."""
-
-
 STATUSES = ("ok", "fragmented", "dropping", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
 
 
 class Comparison:
-    """One comparison of methods, compositions and policies on one job, evaluated step by step.
+    """A comparison of methods, compositions and policies on one job, in two steps.
 
-    `quick` evaluates all candidates except planners, and `late` evaluates the planners. Each
-    candidate may take `limit_s` CPU seconds of a worker process. `also`: names of further methods.
-    With `only`, only the named candidates are evaluated.
+    `quick` evaluates all candidates except planners, `late` the planners.  Each candidate may take
+    `limit_s` CPU seconds of a worker process.  `also`: names of further methods; `only`: the names
+    of the only candidates to evaluate.
 
-    Within a step, results do not depend on the order in which processes finish, so tables are the
-    same on every machine (except for candidates given up after `limit_s` CPU seconds).
+    Results do not depend on the order in which processes finish, so tables are the same on every
+    machine (except for candidates that are given up after `limit_s` CPU seconds).
     """
 
     def __init__(
@@ -74,44 +69,15 @@ class Comparison:
         self.job, self.config, self.limit_s = job, config, limit_s
         self.registry, self.engines = discover(methods), Engines(job.problem)
         named = named_candidates(self.registry, config, job.problem, (*only, *also))
-        self._folders, self._processes = tuple(methods), processes
-        self.pool = self._pool(job)
+        self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
         self.all, self.named = not only, {candidate.name for candidate in named}
         first = first_candidates(self.registry, config, job.problem) if self.all else []
-        self.first = sorted(first, key=self._has_planner)  # an equal plan is a planner's last
+        self.first = sorted(first, key=self._has_planner)  # of equal plans, a planner's comes last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
         self.alone: list[tuple[Contender, Plan]] = []
         self.composed: set[str] = set()
-
-    def _pool(self, job: PlannedJob) -> Pool[Task, Result]:
-        return Pool(self._processes, Tuning, (job, self._folders), self.limit_s)
-
-    def when_tight(self, results: Sequence[Result]) -> Result | None:
-        """The fastest of the first `results` on the device without its reserve, if it is faster
-        than they are: methods that tune themselves to the device rebuild and copy less there, and
-        what they leave may be less than the error of predicted peaks.  None without a reserve."""
-        fitting = [item for item in results if item.timed and item.fits and not item.same_as][
-            :NEAREST
-        ]
-        problem = self.job.problem
-        if not fitting or not problem.reserve_bytes:
-            return None
-        near = {item.method for item in fitting}
-        names = [c.name for c, item in self.pairs.values() if item.method in near]
-        names = [
-            name for name in names if not self.registry.has_planner(self.pairs[name][0].methods)
-        ]
-        job = replace(self.job, problem=replaced(problem, reserve_bytes=0))
-        pool = self._pool(job)
-        pool.add(named_candidates(self.registry, self.config, job.problem, names))
-        answers = [answer for _, answer in pool.run() if isinstance(answer, Result)]
-        pool.close()
-        best = min(answers, key=lambda item: item.fitting_s, default=None)
-        if best is None or best.fitting_s >= (1.0 - ALIKE) * fitting[0].fitting_s:
-            return None
-        return ranked([replace(best, job=job)])[0]
 
     def quick(self) -> None:
         """Evaluate all candidates except planners, and the best variants of methods' grids."""
@@ -128,7 +94,7 @@ class Comparison:
         """Yield the results of planners and of their compositions, each as soon as it is ready."""
         for candidate, result in self._grow([c for c in self.first if self._has_planner(c)]):
             if candidate.name in {item.name for item, _ in self._without_parts()}:
-                self.pool.waiting.insert(0, (candidate, result))  # again, with its step's parts
+                self.pool.waiting.insert(0, (candidate, result))  # to break the step into parts
             else:
                 yield result
         self.pool.close()
@@ -140,8 +106,8 @@ class Comparison:
         return self.results()
 
     def results(self) -> list[Result]:
-        """Return the results so far, best first, with bands, ties, and the engines that can run
-        each plan. `same_as` names an earlier result with an equal plan."""
+        """The results so far, best first, with bands, ties, and the engines that can run each plan.
+        `same_as` names an earlier result with an equal plan."""
         rows, _ = self._rows()
         return ranked(
             [
@@ -152,17 +118,16 @@ class Comparison:
 
     @property
     def left_out(self) -> int:
-        """Return the number of compositions and policies without a row, as their plan equals
-        another."""
+        """The number of compositions and policies without a row, because their plan equals that of
+        a row."""
         return self._rows()[1]
 
     def _rows(self) -> tuple[list[Pair], int]:
         return without_repeats(self._listed(), self.named)
 
     def _listed(self) -> list[Pair]:
-        """Candidates and results in the order of declaration, planners last, each composition after
-        the methods that it is made of. Compositions that free no bytes compared with their base are
-        left out."""
+        """Candidates with results: in the order of declaration, planners last, compositions after
+        their methods.  Compositions that free no bytes compared with their base are left out."""
         first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
         more = [
             pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)
@@ -186,13 +151,13 @@ class Comparison:
         return pair[1] if pair else None
 
     def _without_parts(self) -> list[Pair]:
-        """The rows that fit and whose step has not been broken into parts yet."""
+        """The rows that fit and whose step is not yet broken into parts."""
         names = [candidate.name for candidate, result in self._rows()[0] if result.fits]
         pairs = [self.pairs[name] for name in names]
         return [pair for pair in pairs if not (pair[1].parts_s or pair[1].retries)]
 
     def _evaluate(self, candidates: Sequence[Contender]) -> list[Pair]:
-        """Candidates with their results, in order; without those that overrule their base."""
+        """Candidates with results, in order, without those that overrule their base."""
         pairs: dict[str, Pair] = {}
         self.pool.add(candidates)
         for task, answer in self.pool.run():
@@ -230,7 +195,7 @@ class Comparison:
         return candidates
 
     def _result(self, candidate: Contender, answer: Result | NoAnswer) -> Result:
-        """A worker's answer with this process's job, or why there is none."""
+        """A worker's result with this process's job, or a result that says why there is none."""
         if isinstance(answer, Result):
             return replace(answer, job=self.job)
         status: Status = "failed" if answer == "died" else "timed out"
@@ -247,11 +212,11 @@ class Comparison:
 
 
 def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
-    """Return the pairs that a table shows, and the number of pairs dropped as repetitions.
+    """The pairs that a table shows, and the number of pairs dropped as repetitions.
 
-    Unless `named`, these are dropped: compositions and policies whose plan equals an earlier plan,
-    and policies whose tuning ends at the plan of their method. A method whose plan equals an
-    earlier plan stays, with `same_as` filled in.
+    Dropped are, unless `named`, compositions and policies whose plan equals an earlier one, and
+    policies whose tuning ends at their method's plan.  A method whose plan equals an earlier one
+    stays, with `same_as` set.
     """
     seen: dict[bytes, str] = {}
     rows: list[Pair] = []
@@ -275,10 +240,9 @@ def _repeats(result: Result, before: Sequence[Pair]) -> bool:
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Rank the results: plans that fit by tokens/s (those without a modelled time by free bytes),
-    then the others by missing bytes. Each result
-    gets the band of its speed (from the earlier result if their plans are equal), a word for its
-    headroom, and a mark if it ties with the fastest."""
+    """Rank the results: plans that fit by tokens/s (by free bytes if time is not modelled), then
+    the others by missing bytes.  Each result gets the band of its speed (that of the earlier result
+    if plans are equal), a word for its headroom, and a mark if it ties with the fastest."""
     families = {result.method: result.family for result in results}
     banded = [
         with_host_rates(result, families.get(result.same_as, result.family))
@@ -298,7 +262,7 @@ def _rank(result: Result) -> tuple[int, bool, float, bool]:
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the rows of a comparison under COLUMNS. Every row repeats the facts of the job."""
+    """The rows of a comparison, with COLUMNS and the facts of the job."""
     return [
         result.line(
             COLUMNS,

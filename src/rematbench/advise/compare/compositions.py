@@ -1,11 +1,10 @@
 """The candidates of `compare`: methods, declared policies, and compositions by a rule.
 
-The rule needs no method names. It reads from a plan which *kinds* of things the plan changes
-(rebuilt tensors, offloaded tensors, operators in pieces, ...). A method's place is the position in
-KINDS of its last kind. Methods with different places compose in the order of KINDS, if at most one
-of them was tuned until its plan fits (a second one would have nothing left to tune). A composed
-plan must keep the decisions of its base (`clash`), and it must free bytes that its base does not
-free (comparison.py)."""
+The rule needs no method names.  It reads from a plan which *kinds* of things the plan changes
+(rebuilt tensors, offloaded tensors, operators in pieces, ...).  A method's place is the position of
+its last kind in KINDS.  Methods with different places compose in the order of KINDS, if at most one
+of them was tuned until its plan fits (a second one would have nothing left to tune).  A composed
+plan must keep the decisions of its base (`clash`) and need fewer bytes (comparison.py)."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -21,22 +20,21 @@ from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 
 Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
-"""Where a candidate comes from. `grid`: one of the values that a method's grid declares; `variant`:
-the best of the grid, which tables show; `asked`: named by a person, and no composition contains
-it."""
+"""Where a candidate comes from.  `grid`: a setting of a method's grid; `variant`: the best setting
+of a grid, which tables show; `asked`: named by the user, and part of no composition."""
 
 
 class Contender(Candidate, frozen=True, kw_only=True):
-    """A candidate of a comparison.  `base`: the plan to which its last part is applied, of all
-    parts before it (None: the job's).  A part in pieces takes the first of its values that fits,
-    and a policy the smallest number that fits."""
+    """A candidate of a comparison.  `base`: the plan of all parts but the last, to which the last
+    part is applied (None: the job's plan).  A part in pieces takes the first of its values that
+    fits, a policy the smallest number that fits."""
 
     origin: Origin
     base: Plan | None = None
 
     @property
     def name(self) -> str:
-        """The candidate's text, without a number that is not chosen yet."""
+        """The candidate's text, without numbers that are not chosen yet."""
         return "+".join(part.text.removesuffix(" {}") for part in self.parts)
 
     @property
@@ -49,20 +47,20 @@ class Contender(Candidate, frozen=True, kw_only=True):
         return tuple(self.family.split("+"))
 
     def tuned(self, step: int) -> "Contender":
-        """The candidate with a value of its last part's scalar."""
+        """The candidate with the scalar of its last part set to a step."""
         *before, last = self.parts
         return replace(self, parts=(*before, Variant(last.method, last.at(step))))
 
     def named(self, text: str) -> "Contender":
-        """The candidate with the text of its plan."""
+        """The candidate with one part, the text from which its plan was made."""
         return replace(self, parts=(Variant(self.family, text),))
 
 
 def first_candidates(
     registry: Registry, config: CompareConfig, problem: Problem
 ) -> list[Contender]:
-    """Every method that moves no passes at its defaults, then the declared policies for the model
-    and the stack."""
+    """Every method that does not move passes, at its defaults, then the declared policies for the
+    model and the stack."""
     methods = [
         Contender((Variant(name, name),), origin="method")
         for name, entry in registry.methods.items()
@@ -78,8 +76,8 @@ def first_candidates(
 def named_candidates(
     registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
 ) -> list[Contender]:
-    """Return the candidates that a person names. A name is a method or policy as `compare` shows
-    it, or any text that names a method. Raises MethodError for any other name."""
+    """The candidates that a user names: a method or policy as `compare` shows it, or any text that
+    names a method.  MethodError for other names."""
     first = first_candidates(registry, config, problem)
     candidates = {candidate.name: candidate for candidate in first}
     for name in names:
@@ -94,9 +92,9 @@ def named_candidates(
 def compositions(
     base: Plan, alone: Sequence[tuple[Contender, Plan]], most: int
 ) -> list[tuple[Contender, ...]]:
-    """Return the compositions of single methods by the rule of this module, the shortest first,
-    each in the order of application. At most `most` methods are composed. `alone`: candidates with
-    their plans on `base`."""
+    """The compositions of single methods by the rule of this module, shortest first, each in the
+    order of application.  At most `most` methods are composed.  `alone`: candidates with their
+    plans on `base`."""
     parts = []
     for candidate, plan in alone:
         kinds = changed_kinds(base, plan)
@@ -113,15 +111,12 @@ def compositions(
 
 
 def composed(group: Sequence[Contender], before: Plan) -> Contender:
-    """Return the candidate that applies a group's last method to the plan `before` of the
-    others."""
+    """The candidate that applies a group's last method to the plan `before` of the others."""
     parts = tuple(part for candidate in group for part in candidate.parts)
     return Contender(parts, origin="composition", base=before)
 
 
 Pair = tuple[Contender, Result]
-"""What was to be planned, and what came out."""
-
-
+"""A candidate and its result."""
 UNPLANNED_BYTES = 2**62
-"""Missing bytes of a candidate without a plan: more than any device has."""
+"""The missing bytes of a candidate without a plan, more than any device has."""

@@ -1,4 +1,4 @@
-"""A job's device memory in one answer: bytes by rank and kind, the verdict, and what would fit."""
+"""Whether a job fits: its verdict, device bytes by rank and kind, and what would make it fit."""
 
 from collections.abc import Iterator, Mapping
 from math import exp
@@ -21,18 +21,19 @@ from rematbench.inputs.layout import LayoutError
 from rematbench.plugins.registry import MethodError, Registry
 
 METHODS = ("selective_recompute", "balanced_checkpointing", "full_recompute", "full_recompute+mst")
-"""Methods that are tried where a job does not fit, in the order of their usual cost (ours)."""
+"""Methods to try if a job does not fit, in the order of their usual cost (our judgement)."""
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "fragmentation",
          "context")  # fmt: skip
-"""What holds the device bytes of a rank; the last two only on the fullest rank, where the
-allocator is replayed."""
+"""The kinds of device bytes on a rank.  Only the fullest rank has the last two, because the
+allocator is replayed only there."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """The answer for a job.  `ranks`: bytes by kind of each pipeline rank; `headroom_bytes`: of the
-    fullest rank, negative where the job does not fit; `margin_bytes`: by which published device
-    totals exceed predicted ones in 80 % of sources; `why`: what fills the fullest rank; `options`:
-    changes with which the job would fit (none is looked for where it fits with its margin)."""
+    """The answer for a job.  `ranks`: bytes by kind on each pipeline rank; `headroom_bytes`: free
+    bytes of the fullest rank, negative if the job does not fit; `margin_bytes`: in 80 % of sources,
+    published device totals exceed predicted ones by no more than this; `why`: what fills the
+    fullest rank; `options`: changes with which the job would fit (empty if it fits with its
+    margin)."""
 
     verdict: str
     fits: bool
@@ -89,9 +90,8 @@ def estimate_job(spec: Job, method: str, registry: Registry) -> Estimate:
 
 
 def _options(spec: Job, result: Result, registry: Registry) -> Iterator[str]:
-    """Changes with which the job fits with its margin, a line each: another method, micro-batches
-    of one, sharded states; with full recomputation where they alone do not; else what `would_fit`
-    looks for."""
+    """Changes with which the job fits with its margin, a line each: another method, micro-batch 1
+    or sharded states, alone or with full recomputation; if none helps, those of `would_fit`."""
     layout = result.problem.layout
     zeros = [stage for stage in (1, 2, 3) if stage > layout.zero_stage and layout.has_peers]
     changes = [("micro_batch", 1)] * (layout.micro_batch > 1)
@@ -117,7 +117,7 @@ def _options(spec: Job, result: Result, registry: Registry) -> Iterator[str]:
 
 
 def _slower(item: Result, result: Result) -> str:
-    """How much longer a step takes; empty without modelled times."""
+    """How much longer a step takes, in words; empty if time is not modelled."""
     if not item.step_s or not result.step_s:
         return ""
     share = 100 * (item.step_s / result.step_s - 1)
@@ -125,8 +125,8 @@ def _slower(item: Result, result: Result) -> str:
 
 
 def job_of(model: str, facts: Mapping[str, Any]) -> Job:
-    """The job of a model with `facts`.  Where they are not given: one GPU, the default stack, and
-    as many micro-batches as the pipeline has stages."""
+    """The job of a model with `facts`; by default one GPU, the default stack, and as many
+    micro-batches as the pipeline has stages."""
     usual = SHARDED_SYSTEM if facts.get("zero_stage") == PARAMETER_STAGE else DEFAULT_SYSTEM
     job = Job(**{"gpus": 1, "system": usual, "global_batch": 1, **facts, "model": model})
     lay = job.layout
@@ -135,7 +135,7 @@ def job_of(model: str, facts: Mapping[str, Any]) -> Job:
 
 
 def planned(spec: Job) -> PlannedJob:
-    """The job as methods plan it, with the margin of predicted peaks left free."""
+    """The job for planning, in which methods leave the margin of predicted peaks free."""
     problem = leaving_reserve(make_problem(spec))
     try:
         words = tuple(spec.to_arguments())

@@ -1,10 +1,10 @@
 """The best settings of the methods' grids, if the defaults do not fit or are slower.
 
-Every grid declares its values, so the variants form a list, and most of them need no evaluation.
-Two assumptions decide (a test checks them against full lists): adding a method never makes a plan
-faster; pieces only cost time and only free bytes. So neither a method nor pieces are added to a
-plan that is slower than a plan that fits. A composition may be faster than its later methods alone:
-the next method need not copy the tensors that an earlier one rebuilds."""
+Grids declare their values, so all variants are known, and most need no evaluation.  Two assumptions
+(which a test checks against full lists) decide: adding a method never makes a plan faster, and
+pieces only cost time and only free bytes.  So neither a method nor pieces are added to a plan that
+is slower than a plan that fits.  A composition may be faster than its later methods alone, because
+a method need not copy the tensors that an earlier one rebuilds."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,35 +26,27 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import resident_bytes
 
 Evaluate = Callable[[Sequence[Contender]], list[Pair]]
-"""Evaluates candidates; the pairs come in the order of the candidates."""
-
-
+"""Evaluates candidates and returns pairs in the order of the candidates."""
 Bounded = tuple[Contender, float]
-"""A candidate, and a lower bound of its step in seconds."""
-
-
+"""A candidate and a lower bound of its step in seconds."""
 BATCH = 4
-"""Candidates evaluated between two looks at the fastest step. The number is a constant, so that the
-choice of what is evaluated does not depend on the number of processes."""
-
-
+"""The number of candidates that are evaluated before the fastest step is updated.  It is constant,
+so that the set of evaluated candidates does not depend on the number of processes."""
 MOST_SHARE = 0.995
-"""A variant is evaluated where its step may take this share of the fastest step or less. No
-comparison tells plans apart that differ by less than half a per cent."""
-
-
+"""A variant is evaluated only if its step may be at most this share of the fastest step, because no
+comparison can tell plans apart that differ by less than half a per cent."""
 PIECES = KINDS.index("pieces")
 
 
 def best_variants(
     job: PlannedJob, registry: Registry, most: int, defaults: Sequence[Pair], evaluate: Evaluate
 ) -> list[Pair]:
-    """Return, for each combination of methods, the fastest variant that beats the defaults.
+    """For each combination of methods, the fastest variant that beats the defaults.
 
-    A variant must fit and leave the reserve free. If no variant of a combination leaves the reserve
-    free, any variant that fits is accepted. If nothing fits at all, the result is the variant with
-    the fewest missing bytes. `defaults`: methods, policies and compositions with their default
-    settings. At most `most` methods are composed.
+    A variant must fit and leave the reserve free; if none of a combination does, any variant that
+    fits is accepted.  If nothing fits at all, the result is the variant with the fewest missing
+    bytes.  `defaults`: methods, policies and compositions at their default settings.  At most
+    `most` methods are composed.
     """
     grids = _Grids(job, registry, defaults, evaluate)
     grids.evaluate_whole(most - 1)
@@ -82,15 +74,15 @@ def _step_s(result: Result) -> float:
 
 
 def _missing_bytes(result: Result) -> int:
-    """Missing bytes of device or host, the larger of both; negative where the plan fits."""
+    """The larger of the device bytes and host bytes that a plan lacks; negative if it fits."""
     if result.verdict is None:
         return UNPLANNED_BYTES
     return -min(result.verdict.headroom_bytes, result.verdict.host_headroom_bytes)
 
 
 class _Grids:
-    """Variants of one job, and the defaults that they are composed of. `limit_s`: a variant is
-    evaluated only if its step can be shorter."""
+    """The variants of one job, and the defaults from which they are composed.  A variant is
+    evaluated only if its step may be shorter than `limit_s`."""
 
     def __init__(
         self, job: PlannedJob, registry: Registry, defaults: Sequence[Pair], evaluate: Evaluate
@@ -127,9 +119,9 @@ class _Grids:
             self._evaluate(item for item in bounded if item is not None)
 
     def evaluate_in_pieces(self) -> None:
-        """Evaluate each short plan in pieces: the first value of each grid of pieces that fits. A
-        plan qualifies if it is short of device bytes, may be faster than the plans that fit, and
-        does not keep more than the device has; the fastest plan comes first."""
+        """Evaluate plans that lack device bytes in pieces, with the first value of each grid of
+        pieces that fits.  A plan qualifies if it may be faster than the plans that fit and does not
+        keep more than the device has.  The fastest plan comes first."""
         problem, short = self.job.problem, dict[bytes, Pair]()
         for pair in self.pairs:
             result = pair[1]
@@ -147,8 +139,7 @@ class _Grids:
             self._evaluate((_in_pieces(pair, method), _step_s(pair[1])) for pair in pairs)
 
     def _base_keeps_too_much(self) -> bool:
-        """Whether the base fits in no number of pieces; False where its bytes cannot be
-        computed."""
+        """Whether the base fits in no number of pieces; False if its bytes are not known."""
         base = same_plan(self.job.base)
         results = (result for _, result in self.defaults.values())
         return any(
@@ -158,8 +149,8 @@ class _Grids:
         )
 
     def _on_base(self, group: tuple[Contender, ...]) -> Bounded | None:
-        """The candidate of a group's last method on the plan of the others, with a lower bound;
-        None where it is a default or the others have no plan."""
+        """The candidate that applies a group's last method to the plan of the others, with a lower
+        bound; None if it is a default or the others have no plan."""
         pairs = {pair[1].method: pair for pair in self.pairs} | self.defaults
         before = pairs.get("+".join(item.name for item in group[:-1]))
         if before is None or before[1].plan is None:
@@ -168,7 +159,7 @@ class _Grids:
         return None if candidate.name in self.defaults else (candidate, _step_s(before[1]))
 
     def _evaluate(self, bounded: Iterable[Bounded]) -> None:
-        """Evaluate, batch by batch, the candidates that may be fast enough."""
+        """Evaluate the candidates that may be fast enough, batch by batch."""
         waiting = list(bounded)
         while waiting:
             batch = [item for item, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
@@ -192,7 +183,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:
-    """Whether states and kept tensors exceed the device; pieces do not change these bytes."""
+    """Whether states and kept tensors, which pieces do not change, exceed the device."""
     assert result.plan is not None
     assert result.evaluation is not None
     kept = resident_bytes(problem, result.plan)
@@ -206,7 +197,7 @@ def _single(variant: Variant) -> Contender:
 
 
 def _in_pieces(pair: Pair, method: MethodEntry) -> Contender:
-    """The candidate of a result's plan, computed in the fewest pieces that fit."""
+    """The candidate that computes a result's plan in the fewest pieces that fit."""
     candidate, result = pair
     parts = (Variant(candidate.family, result.method), of_pieces(method))
     return Contender(parts, origin="grid", base=result.plan)

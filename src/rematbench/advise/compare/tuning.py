@@ -1,4 +1,4 @@
-"""Plans of candidates: choose the setting that fits, then lower and evaluate the plan."""
+"""Tunes a candidate to the first setting that fits, then lowers and evaluates its plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,24 +26,23 @@ from rematbench.plugins.registry import MethodError, make_plan
 from rematbench.solve.search import smallest_feasible
 
 Task = Contender | Pair
-"""A candidate to evaluate, or one with a result whose step is to be broken into parts. The
-simulations of the parts cost more than all other work, and most results stand in no row."""
-
-
+"""A candidate to evaluate, or a candidate with a result whose step is to be broken into parts.
+Parts are a task of their own, because their simulations cost more than all other work and most
+results have no row."""
 FRAGMENTS = 0.1
-"""Share of device memory by which allocator fragmentation may differ between two plans."""
+"""The share of device memory by which fragmentation may differ between two plans."""
 
 
 class Tuning:
-    """Evaluates candidates of one job; each worker process has one."""
+    """Evaluates candidates of one job, in a worker process."""
 
     def __init__(self, job: PlannedJob, methods: tuple[Path, ...]) -> None:
         collect_rarely()
         self.job, self.problem, self.registry = job, job.problem, discover(methods)
 
     def __call__(self, task: Task) -> Result:
-        """Return the result of a candidate (`failed` if its method raises). For a result, return it
-        with the parts of its step and its allocator retries."""
+        """The result of a candidate (`failed` if its method raises); for a task with a result, that
+        result with the parts of its step and its allocator retries."""
         if isinstance(task, tuple):
             return self._with_parts(task[1])
         try:
@@ -81,9 +80,9 @@ class Tuning:
         )
 
     def _first_that_fits(self, candidate: Contender) -> int:
-        """The first step whose margin is not negative, else the step of the largest margin.
-        Margins grow with the step, except for allocator fragmentation. So if the last margin is
-        short by no more than fragmentation can explain, every step is tried."""
+        """The first step that fits, otherwise the step with the largest margin.  Margins grow with
+        the step, apart from fragmentation.  So if the last step lacks no more than fragmentation
+        can explain, every step is tried."""
         last = candidate.most_pieces
         margin = self._margin(candidate.tuned(last))
         if margin >= 0:
@@ -94,8 +93,8 @@ class Tuning:
         return self._best(candidate, range(1, last + 1))
 
     def _smallest(self, candidate: Contender) -> int:
-        """The smallest value, from 1 to the layers of a chunk, with which the candidate fits. Where
-        no value fits: the best of the powers of two (groups of layers are worst at both ends)."""
+        """The smallest number of layers, at most those of a chunk, with which the candidate fits.
+        If none fits, the best of the powers of two (groups of layers are worst at both ends)."""
         top = max(len(chunk) for rank in self.job.base.partition for chunk in rank)
         if top == 1:
             return 1
@@ -105,7 +104,7 @@ class Tuning:
         return self._best(candidate, [1 << power for power in range(top.bit_length())])
 
     def _best(self, candidate: Contender, steps: Sequence[int]) -> int:
-        """The first step that fits, else the one with the largest margin."""
+        """The first step that fits, otherwise the one with the largest margin."""
         margins = {step: self._margin(candidate.tuned(step)) for step in steps}
         fitting = (step for step, margin in margins.items() if margin >= 0)
         return next(fitting, max(steps, key=margins.__getitem__))
@@ -122,7 +121,7 @@ class Tuning:
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
-        return make_plan(method.methods[0], self.problem, base)  # its reason without its name
+        return make_plan(method.methods[0], self.problem, base)  # refuses without naming itself
 
 
 def blank(job: PlannedJob, candidate: Contender) -> Result:

@@ -1,4 +1,4 @@
-"""The smallest changes with which a plan would fit if none does, each checked by simulation."""
+"""The smallest changes with which some plan would fit, each checked by simulation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
@@ -15,27 +15,18 @@ from rematbench.problem import Problem
 from rematbench.solve.search import smallest_feasible
 
 NEAREST = 4
-"""How many results, nearest to fitting first, are tried on twice the GPUs."""
-
-
+"""The number of results, nearest to fitting first, that are tried on twice the GPUs."""
 SHORT = ("fragmented", "dropping", "oom")
 """Statuses of plans that need more memory than there is."""
-
-
 MIB = 2**20
-
-
 GIB = 2**30
-
-
 STEP_BYTES = 32 * MIB
-"""Resolution of the sufficient bytes: a few hundredths of a GiB."""
+"""The resolution of the answer in bytes."""
 
 
 def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -> list[str]:
-    """Return the changes with which some method would fit, one line of words each; empty if none
-    helps. It tries more bytes where they are short, optimizer states on the host, and twice the
-    GPUs."""
+    """Changes with which some method would fit, a line each: more of the bytes that are short,
+    optimizer states on the host, or twice the GPUs; empty if none helps."""
     near = sorted(
         (item for item in results if item.status in SHORT and item.plan), key=_missing_bytes
     )
@@ -46,14 +37,14 @@ def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -
 
 
 def _missing_bytes(result: Result) -> int:
-    """Missing bytes of a device and of a host together."""
+    """The device bytes and host bytes that a plan lacks, added up."""
     assert result.verdict is not None
     verdict = result.verdict
     return max(0, -verdict.headroom_bytes) + max(0, -verdict.host_headroom_bytes)
 
 
 def _more_bytes(problem: Problem, result: Result) -> str:
-    """More device and host bytes with which the plan fits, in steps of STEP_BYTES; or empty."""
+    """The further device and host bytes with which the plan fits, in words; empty if none do."""
     assert result.plan is not None
     assert result.verdict is not None
     plan, cluster = result.plan, problem.cluster
@@ -77,8 +68,7 @@ def _more_bytes(problem: Problem, result: Result) -> str:
 
 
 def _states_on_host(problem: Problem, result: Result) -> str:
-    """Optimizer states in host memory, with a speed where the cluster gives an update rate; or
-    empty."""
+    """How the plan fits with optimizer states in host memory, in words; empty if it does not."""
     assert result.plan is not None
     fate = result.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
@@ -100,8 +90,8 @@ def _states_on_host(problem: Problem, result: Result) -> str:
 
 
 def _twice_the_gpus(problem: Problem, near: Sequence[Result], registry: Registry) -> list[str]:
-    """The fastest method and layout on twice the GPUs, with one parallel degree doubled (without a
-    modelled time: the one with most free bytes)."""
+    """The fastest method and layout that fit on twice the GPUs, with one parallel degree doubled
+    (the one with most free bytes if time is not modelled), in words; empty if none fits."""
     best: tuple[float, str] | None = None
     for layout in _doubled(problem.layout):
         try:
@@ -136,7 +126,7 @@ def _at(problem: Problem, layout: Layout) -> Problem:
 
 
 def _again(problem: Problem, result: Result, registry: Registry) -> Result | None:
-    """The result of a result's methods and settings on another problem; None without a plan."""
+    """A result's methods and settings evaluated on another problem; None without a plan."""
     try:
         plan = registry.resolve(result.method, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError, RateError):

@@ -1,4 +1,4 @@
-"""Best-first search: tightens bounds and simulates plans in the order of their bounds.
+"""Best-first search, which tightens bounds and simulates plans in the order of their bounds.
 
 Lower bounds of bytes decide which plans of a candidate may fit a layout, and a simulated plan that
 does not fit may exclude further plans of its candidate.
@@ -38,8 +38,8 @@ from rematbench.worlds.packages.flags import Engines
 
 
 class MemoryRules:
-    """The rules by which a search queues a candidate if its bytes may fit, and otherwise counts it
-    as excluded.  `excluded`: the plans and layouts that the search has excluded."""
+    """The rules that queue a candidate if its bytes may fit, and otherwise count it as excluded.
+    `excluded`: the plans and layouts that the search has excluded."""
 
     def __init__(self, family: PlanFamily, registry: Registry, queue: SearchQueue) -> None:
         self.family, self.registry, self.queue = family, registry, queue
@@ -50,10 +50,11 @@ class MemoryRules:
         self, bound_s: float, layout: OpenLayout, candidate: Candidate, pieces: int = 1
     ) -> None:
         """Queue a candidate at a layout, at the lowest step of its share whose bytes may fit.  If
-        no step may fit, queue the candidate's expansion.  With a share, queue the expansion in any
+        no step may fit, queue the candidate's expansion; with a share, queue the expansion in any
         case, because a smaller share may suffice with one more method.  Each number of pieces is
-        judged once, although both the judgment and the failed plan of fewer pieces request it.  If
-        host memory is short, they do not: pieces do not change host bytes."""
+        judged only once, although both the judgement and a failed plan of fewer pieces request it.
+        More pieces are not tried if host memory is short, because pieces do not change host
+        bytes."""
         if (candidate, pieces) in layout.judged:
             return
         layout.judged.add((candidate, pieces))
@@ -79,7 +80,8 @@ class MemoryRules:
             self._ask_pieces(layout, candidate, pieces, bound_s, result or inf)
 
     def _refused_in_any_pieces(self, layout: OpenLayout, candidate: Candidate, pieces: int) -> bool:
-        """Whether a search for any fit leaves a candidate without a plan out at once."""
+        """Whether a search for any fit can drop a candidate at once, because its probe has no plan
+        in the fewest and the most pieces for the same reason."""
         assert self.queue.lean is not None
         result = layout.group.probe(candidate, pieces)
         if not isinstance(result, Refused):
@@ -87,7 +89,7 @@ class MemoryRules:
         self.queue.lean.doubts[layout.choice].append(candidate)
         if result != layout.group.probe(candidate, candidate.most_pieces):
             return False
-        self._no_plan(result)  # at both ends for the same reason
+        self._no_plan(result)
         return True
 
     def _no_plan(self, refused: Refused) -> None:
@@ -95,9 +97,8 @@ class MemoryRules:
         self.excluded.refusal = refused.reason
 
     def lacks_bytes(self, layout: OpenLayout, candidate: Candidate) -> bool:
-        """Whether a candidate does not fit because of the bytes that it keeps and copies.  Such a
-        candidate is not probed, unless nothing fits and the bytes that it lacks may be the
-        fewest."""
+        """Whether the bytes that a candidate keeps and copies are too many.  Such a candidate is
+        probed only if nothing fits and it may lack the fewest bytes."""
         short = layout.group.short(candidate)
         if short is None or (lacks := short.falls[layout.index]) is None:
             return False
@@ -107,8 +108,8 @@ class MemoryRules:
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the candidates that were excluded without a probe, as long as the bytes that they
-        lack may be the fewest."""
+        """Probe the candidates that were excluded without a probe, as long as they may lack the
+        fewest bytes."""
         excluded = self.excluded
         for unprobed in sorted(self._unprobed, key=lambda item: (item.host, item.nbytes)):
             if unprobed.host and excluded.device_short_bytes < inf:
@@ -121,8 +122,8 @@ class MemoryRules:
     def _ask_pieces(
         self, layout: OpenLayout, candidate: Candidate, pieces: int, bound_s: float, below: float
     ) -> None:
-        """Queue a candidate in the fewest pieces (more than `pieces`) in which its bytes may fit at
-        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes."""
+        """Queue a candidate in the fewest pieces, more than `pieces`, in which its bytes may fit at
+        a step below `below`.  Pieces change neither kept bytes nor host bytes."""
         group, at = layout.group, layout.index
         known = group.of(candidate, pieces)
         if isinstance(known, Refused):
@@ -172,7 +173,7 @@ class MemoryRules:
         return None
 
     def may_fit(self, layout: OpenLayout) -> bool:
-        """Whether a plan that keeps no activation may fit a layout, in pieces if any method has
+        """Whether a plan that keeps no activation may fit a layout, in pieces if a method has
         them."""
         if layout.holds is None:
             group, at = layout.group, layout.index
@@ -209,8 +210,8 @@ class MemoryRules:
         self._next(bound_s, layout, entry, live=result.reason == RESERVED)
 
     def _refused(self, layout: OpenLayout, entry: QueueEntry, reason: str) -> bool:
-        """Whether a candidate has no plan at the last step and in the most pieces either, for the
-        same reason: then the reason depends on neither the step nor the pieces."""
+        """Whether a candidate has no plan at any step and in any pieces: the last step in the most
+        pieces is refused for the same `reason`, so the reason depends on neither."""
         candidate, trials = entry.candidate, layout.trials
         other = candidate.text(layout.group.steps(candidate), candidate.most_pieces)
         if not reason.startswith(NO_PLAN) or other == candidate.text(entry.step, entry.pieces):
@@ -218,8 +219,8 @@ class MemoryRules:
         return planned_at(trials.job, trials.named(other), self.registry) == reason
 
     def settled(self, bound_s: float, layout: OpenLayout, entry: QueueEntry) -> bool:
-        """Whether simulations after the entry was queued show that its plan cannot fit.  If so,
-        queue the work that follows the plan."""
+        """Whether simulations since the entry was queued have shown that its plan cannot fit.  If
+        so, queue the work that follows the plan."""
         if entry.candidate in layout.refused:
             return True
         cannot_fit = entry.step >= layout.ends.get(entry.candidate.in_one_piece, inf)
@@ -231,8 +232,8 @@ class MemoryRules:
         self, bound_s: float, layout: OpenLayout, entry: QueueEntry, *, live: bool = False
     ) -> None:
         """Queue the next step of a candidate's share, the candidate in more pieces, or its
-        expansion.  `live`: the plan's live bytes fit, as they do in more pieces, so that without a
-        share these need no probe: their step is no shorter."""
+        expansion.  `live`: the plan's live bytes fit, so they also fit in more pieces, which need
+        no probe then if there is no share, because their step is no shorter."""
         candidate = entry.candidate
         pieces, step, result = entry.pieces, entry.step, None
         if candidate.share:
@@ -251,9 +252,9 @@ class MemoryRules:
     def queue_step(
         self, layout: OpenLayout, candidate: Candidate, pieces: int, bound_s: float, after: int = 0
     ) -> int | None:
-        """Queue the lowest step of a share after `after` whose bytes may fit, with its own bound,
-        and return it; also if the step before fits.  A larger share may be faster, with different
-        host-link traffic or different operators in pieces."""
+        """Queue, with its own bound, the lowest step of a share after `after` whose bytes may fit,
+        and return it.  This is done even if the step before fits, because a larger share may be
+        faster, with other traffic on the host link or other operators in pieces."""
         result = self._first_step(layout, candidate, pieces, bound_s, after)
         if result is None:
             return None
@@ -261,27 +262,26 @@ class MemoryRules:
         return result[1]
 
     def _expand_later(self, bound_s: float, layout: OpenLayout, candidate: Candidate) -> None:
-        """Queue the expansion of a candidate that does not fit; that of a candidate with a share
-        was queued when the candidate was judged, by the bound of the share's first step."""
+        """Queue the expansion of a candidate that does not fit.  With a share it is queued already,
+        since the candidate was judged."""
         if candidate.share is None and not self.family.ends(candidate):
             self.queue.push(bound_s, layout.entry("expand", candidate))
 
 
 AHEAD = 4
-"""One in this many entries is the ripe entry with the lowest bound, so that a step that fits exists
-early: only an entry whose bound is below (1 - within) x the best step, which the proof needs."""
-
-
+"""One in this many entries is the ripe entry with the lowest bound, so that some plan that fits is
+known early.  Its bound must be below (1 - within) x the best step: the proof needs such entries."""
 TIGHTENED, SIMULATED = 20, 30
-"""Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
+"""Work of a bound by the schedule and of a simulation, in layers that a probe lowers in that
+time."""
 
 
 class Search:
     """A running search over the layouts of groups.  `work`: work so far, counted in layers that
     probes lower.  Layouts with fewer than `min_pp` pipeline ranks are left out.  With a queue in
-    lean order, the search looks for any plan that fits.  It then ends with the first such plan or
-    an empty queue, starts with the leanest layouts and plans, bounds no seconds, and skips plans
-    that need at least as many bytes as plans that did not fit."""
+    lean order, the search looks for any plan that fits: it starts with the leanest layouts and
+    plans, bounds no seconds, skips plans that need at least as many bytes as plans that did not
+    fit, and ends with the first plan that fits or an empty queue."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class Search:
 
     @cached_property
     def plans(self) -> int:
-        """The number of joint plans: every plan of the family at every layout, including layouts
+        """The number of joint plans: all plans of the family at all layouts, including layouts
         whose states do not fit."""
         longest = Counter(max(item.sizes) for group in self.groups for item in group.choices)
         return sum(self.family.plans(layers) * n for layers, n in longest.items())
@@ -331,24 +331,24 @@ class Search:
 
     @property
     def short_bytes(self) -> float:
-        """The fewest device bytes that an excluded plan, or the states of a layout, lacked."""
+        """The fewest device bytes that any excluded plan, or the states of any layout, lacked."""
         self.excluded.replay_whole()
         return min(self.excluded.device_short_bytes, self._states_short_bytes)
 
     @property
     def gap(self) -> float:
-        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
+        """The largest share of the best step that an unknown better plan may save."""
         none = inf if self.queue else 0.0
         return none if self.best_s == inf else max(0.0, 1.0 - self.bound_s / self.best_s)
 
     @property
     def ended(self) -> bool:
-        """Whether a search for any plan that fits is over although plans are left."""
+        """Whether a search for any plan that fits has found one."""
         return self.queue.lean is not None and self.best_s < inf
 
     def run(self) -> Iterator[Trial | None]:
-        """Work until the queue is empty.  After each entry, yield the trial of the plan that the
-        entry simulated, or None."""
+        """Work until the queue is empty.  After each entry, yield the trial of the plan that it
+        simulated, or None."""
         turn, entries, lean = 0, self.queue.entries, self.queue.lean
         while entries:
             ahead = turn % AHEAD == 0 and entries.ripe_bound < (1 - self.within) * self.best_s
@@ -360,21 +360,20 @@ class Search:
             if lean and entry.layout:
                 lean.waiting[entry.layout.choice] -= 1
             none = not lean and self.best_s == self.queue.faster_than_s == inf
-            if not entries and none:  # nothing fits: by how much is asked
+            if not entries and none:  # nothing fits, so the fewest missing bytes are wanted
                 self.excluded.replay_whole()
                 self.memory.measure_shortage()
-            turn += own  # of entries that are more than a comparison of bounds
+            turn += own  # entries that only compare bounds do not count
             self.work += own + group.probed_layers - before
             yield trial
 
     def note_step(self, step_s: float) -> None:
-        """Note the step time, in seconds, of a plan that fits from another process or an earlier
-        search."""
+        """Note the step time, in seconds, of a plan that fits, also one of another process."""
         self.queue.best_s = min(self.queue.best_s, step_s)
 
     def list_all(self) -> None:
-        """From now on, also take plans that cannot be faster than a known plan: plans that add a
-        method to a plan that already fits, and plans that are much slower than the best."""
+        """From now on, also search plans that cannot be the fastest: those that add a method to a
+        plan that fits, and those that are much slower than the best."""
         self.excluded.counts.pop(EXTENDS_FITTING, None)
         self.queue.list_all()
 
@@ -403,7 +402,7 @@ class Search:
         return None
 
     def _open(self, bound_s: float, entry: QueueEntry) -> None:
-        """Queue a group's layouts whose states fit.  None is faster than its first plans."""
+        """Queue the layouts of a group whose states fit, with the bounds of its `firsts`."""
         group = entry.group
         assert group is not None
         room = [int(index) for index in (group.states_over_bytes <= 0).nonzero()[0]]
@@ -420,8 +419,8 @@ class Search:
     def _open_leanest(
         self, entry: QueueEntry, lean: LeanOrder, layouts: Sequence[OpenLayout]
     ) -> None:
-        """Judge all candidates at the layouts of a group that none is leaner than; at the second
-        step the others, with the doubtful candidates of the leaner layout where that has been
+        """Judge all candidates at the layouts of a group that have no leaner layout.  At the second
+        step judge the others, but only the doubtful candidates if the leaner layout was
         searched."""
         late = entry.step > 1
         for layout in layouts:
@@ -442,8 +441,8 @@ class Search:
         return not self.queue.listing and layout.extends_fitting(candidate, step)
 
     def _expand(self, bound_s: float, layout: OpenLayout, candidate: Candidate) -> None:
-        """Queue the candidates with one more method than `candidate`, if the smallest plan may fit;
-        in a search for any fit the leanest candidate of each family before them."""
+        """Queue the candidates with one more method than `candidate`, if the smallest plan may fit.
+        A search for any fit first queues the leanest candidate of each family."""
         if not self.memory.may_fit(layout):
             return
         if self.queue.lean and candidate == KEEP:
@@ -457,9 +456,8 @@ class Search:
                 self.queue.push(bound_s, result)
 
     def _tighten(self, bound_s: float, layout: OpenLayout, entry: QueueEntry) -> None:
-        """Queue a candidate with its bound by the schedule.  The bound of a candidate to expand
-        holds too: no candidate composed of it is faster.  A search for any fit goes on without that
-        bound."""
+        """Queue a candidate with its bound by the schedule, which also holds for all candidates
+        composed of it, because none is faster.  A search for any fit goes on without bounds."""
         expands = entry.stage != "tighten"
         if self.queue.lean:
             if expands:
@@ -475,7 +473,7 @@ class Search:
 
     def _simulate(self, bound_s: float, layout: OpenLayout, entry: QueueEntry) -> Trial | None:
         """Simulate a plan; if it does not fit, queue the next step of its scalars or its expansion.
-        None where the same plan was simulated under another name."""
+        None if the same plan was simulated under another name."""
         self.work += SIMULATED
         candidate, trials = entry.candidate, layout.trials
         method = candidate.text(entry.step, entry.pieces)

@@ -1,9 +1,9 @@
-"""Plans tuned layer by layer, from the fastest plans of a search on: layers move between stages,
-and each stage recomputes the fewest layers with which it fits.
+"""Tunes plans layer by layer, starting from the fastest plans of a search: layers move between
+stages, and each stage recomputes the fewest layers with which it fits.
 
-What a rank holds depends on its own layers alone, so the list of each rank is found by itself.  A
-list begins with the first layers of a chunk: their backward is the last, so what they rebuild comes
-when the least is alive.  Every plan is simulated; nothing here is bounded.
+What a rank holds depends only on its own layers, so each rank's list is found separately.  Lists
+begin with the first layers of a chunk, because their backward comes last, when the least is alive.
+Every plan is simulated; nothing here is bounded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,29 +28,30 @@ from rematbench.solve.recompute_modules import layers_text
 from rematbench.solve.search import first_true
 
 EVERY = 64
-"""Partitions of a layout, of which each is tried; of more the ends take and give layers as long as
-the step becomes shorter."""
+"""The most partitions of a layout that are all tried; with more partitions, layers only move at the
+ends and between neighbours as long as the step becomes shorter."""
 STARTS = 2
-"""Layouts of a search's plans from which layers move."""
+"""The number of a search's layouts from which the tuning starts."""
 LEFT_OVER = 3
-"""Layers that the chunks at the ends may lack of what the others have: embedding, loss and a
-prediction layer count as one each."""
+"""The most layers that the end chunks together may lack compared with the others: embedding, loss
+and a prediction layer count as one each."""
 NEIGHBOURS = 16
-"""Chunks of a layout with which layers also move between neighbours."""
+"""The most chunks of a layout with which layers also move between neighbours."""
 MOST = 60
-"""Layouts at which plans are simulated; those beyond are left out."""
+"""The most layouts at which plans are simulated."""
 VECTORS, FEW = 256, 6
-"""Of so many numbers of layers of a rank's chunks the best few of each sum are weighed; of more,
-chunks with the most passes in flight come first."""
+"""If a rank's chunks have at most VECTORS combinations of numbers of recomputed layers, the best
+FEW of each sum are tried; otherwise chunks with the most passes in flight come first."""
 TIGHTER = 3
-"""Times that a list is made for less room, because a step's end needs more than its passes."""
+"""How often lists are made again for less room, because the end of a step needs more bytes than
+its passes."""
 
 Counts = tuple[int, ...]
 
 
 class LayerLists:
-    """The lists of layers that a method recomputes, at the layout of `trials`.  `text`: a method
-    that takes `layers`."""
+    """The lists of layers for a method to recompute, at the layout of `trials`.  `text`: a method
+    with a parameter `layers`."""
 
     def __init__(self, trials: LayoutTrials, text: str, registry: Registry) -> None:
         self.trials, self.problem, self.registry = trials, trials.problem, registry
@@ -60,13 +61,14 @@ class LayerLists:
         self._known: dict[tuple[int, tuple[int, ...], int], bool] = {}
 
     def text(self, layers: Sequence[int]) -> str:
-        """The method's text for some layers; without any, that of the plan that keeps all."""
+        """The method's text for some layers; for none, that of the plan that keeps everything."""
         if not layers:
             return IDENTITY
         return method_text(self._entry, {**self._settings, "layers": layers_text(layers)})
 
     def fewest(self, room_bytes: int) -> tuple[int, ...] | None:
-        """The fewest layers of every rank with which its passes fit; None if a rank has none."""
+        """The fewest recomputed layers with which the passes of all ranks fit; None if a rank does
+        not fit."""
         found: list[int] = []
         for rank in range(self.problem.layout.pp):
             own = self.fewest_of(rank, room_bytes)
@@ -76,7 +78,7 @@ class LayerLists:
         return tuple(sorted(found))
 
     def fewest_of(self, rank: int, room_bytes: int) -> tuple[int, ...] | None:
-        """The fewest layers of a rank with which its passes fit; None without any."""
+        """The fewest recomputed layers with which a rank's passes fit; None if they never fit."""
         listed: dict[int, tuple[int, ...]] = {}
 
         def holds(total: int) -> bool:
@@ -93,8 +95,7 @@ class LayerLists:
         return listed[first_true(holds, 0, most)] if most and holds(most) else None
 
     def fits(self, rank: int, layers: tuple[int, ...], room_bytes: int) -> bool:
-        """Whether what the allocator reserves for the passes of a rank fits, if these layers of it
-        are recomputed."""
+        """Whether a rank's passes fit, by reserved bytes, if these of its layers are recomputed."""
         key = (rank, layers, room_bytes)
         if key not in self._known:
             self._known[key] = self._reserved(rank, layers, room_bytes) <= room_bytes
@@ -120,7 +121,8 @@ class LayerLists:
 
     @cached_property
     def _ordered(self) -> list[list[list[int]]]:
-        """The layers of every chunk of every rank: of those that save the most, the first first."""
+        """The layers of every chunk of every rank, those that save the most bytes first, then in
+        order."""
 
         def saved(layer: int) -> tuple[int, int]:
             return -self.problem.layer(layer).saved_bytes, layer
@@ -128,8 +130,8 @@ class LayerLists:
         return [[sorted(chunk, key=saved) for chunk in rank] for rank in self._partition]
 
     def _counts(self, rank: int, total: int) -> list[Counts]:
-        """How `total` recomputed layers of a rank may lie in its chunks, without what surely keeps
-        more at every time."""
+        """The ways to distribute `total` recomputed layers over a rank's chunks, without those that
+        keep at least as much as another way at every time."""
         sizes = [len(chunk) for chunk in self._ordered[rank]]
         if prod(size + 1 for size in sizes) > VECTORS:
             return [self._in_order(rank, total)]
@@ -149,7 +151,7 @@ class LayerLists:
         return tuple(counts)
 
     def _loads(self, rank: int, counts: Counts) -> tuple[int, ...]:
-        """Bytes that the kept layers of a rank hold, with each set of passes in flight."""
+        """Bytes that the kept layers of a rank hold, for each set of passes in flight."""
         kept = [
             sum(self.problem.layer(layer).saved_bytes for layer in chunk[n:])
             for chunk, n in zip(self._ordered[rank], counts, strict=True)
@@ -160,7 +162,8 @@ class LayerLists:
         )
 
     def _flights(self, rank: int) -> list[Counts]:
-        """The passes in flight of each chunk at the times when no other time has more of all."""
+        """The passes in flight of each chunk, at the times that no other time exceeds in every
+        chunk."""
         live = [0] * len(self._ordered[rank])
         found: set[Counts] = set()
         for item in rank_orders(self.trials.job.base, self.problem)[rank]:
@@ -174,7 +177,7 @@ class LayerLists:
 
 
 class ByLayer:
-    """Plans of a search's job tuned layer by layer.  `trials`: how many plans were tried."""
+    """Tunes plans of a search's job layer by layer.  `trials`: the number of plans tried so far."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.trials = space, 0
@@ -183,7 +186,7 @@ class ByLayer:
 
     @cached_property
     def listed(self) -> tuple[str, ...]:
-        """The methods of the search that recompute lists of layers, with their settings."""
+        """The texts of the search's methods that take lists of layers."""
         registry, found = self.space.registry, []
         for variant in self.space.variants:
             if variant.scalar is None and not self.space.package:
@@ -193,7 +196,8 @@ class ByLayer:
         return tuple(dict.fromkeys(found))
 
     def fastest(self, results: Sequence[Result]) -> Result | None:
-        """The fastest plan from those of a search on, fastest first; None if none fits."""
+        """The fastest plan reached from the results of a search, which are sorted fastest first;
+        None if none fits."""
         self._texts = tuple(dict.fromkeys(item.method for item in results[:STARTS]))
         starts = dict.fromkeys(self.space.choice(item) for item in results)
         found = [self._from(choice) for choice in [*starts][:STARTS]]
@@ -201,15 +205,15 @@ class ByLayer:
         return min(tuned, key=lambda item: item.fitting_s, default=None)
 
     def stated(self) -> tuple[Result, ...]:
-        """The plans that fit at stages that no bound covers, fastest first: the plan that
-        keeps everything, or plans of the listed methods on all layers and with lists."""
+        """The plans that fit at stated stages that no bound covers, fastest first: the plan that
+        keeps everything, or the listed methods on all layers and with lists."""
         self._texts = self.listed
         tried = map(self._trials, self.space.space.choices[:MOST])
         fits = [trial.result for trials in tried for trial in trials if trial.result.fits]
         return tuple(sorted(fits, key=lambda item: item.fitting_s))
 
     def _from(self, start: LayoutChoice) -> Result | None:
-        """The fastest plan that is reached from a layout."""
+        """The fastest plan that tuning reaches from a layout."""
         best, at = None, start
         for choice in self._interleaved(start):
             here = self._least(choice, self._every(choice))
@@ -228,7 +232,8 @@ class ByLayer:
         return min(fits, key=lambda item: item.fitting_s, default=None)
 
     def _interleaved(self, start: LayoutChoice) -> Iterator[LayoutChoice]:
-        """The layout, and with other numbers of chunks, whose ends then take what is left over."""
+        """The layout, and its variants with other numbers of chunks, whose end chunks are smaller
+        if layers do not divide evenly."""
         yield start
         lay, work = start.layout, self.space.request.spec.workload(self.space.model)
         fixed = self.space.request.fixed.vpp is not None or bool(lay.stages)
@@ -249,7 +254,7 @@ class ByLayer:
                     yield choice
 
     def _every(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
-        """Every partition of a layout with few of them."""
+        """All partitions of a layout, if there are at most EVERY."""
         layers, chunks = sum(choice.sizes), len(choice.sizes)
         if choice.layout.stages or chunks < 2 or comb(layers + 1, chunks - 1) > EVERY:
             return
@@ -260,7 +265,8 @@ class ByLayer:
                 yield choice.of_sizes(sizes)
 
     def _moved(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
-        """The layout with a layer less or more at the ends, or moved between neighbours."""
+        """The layout with a layer less or more at its ends, or with a layer moved between
+        neighbouring chunks."""
         layers, sizes = sum(choice.sizes), choice.sizes
         if choice.layout.stages or len(sizes) < 2:
             return
@@ -276,8 +282,8 @@ class ByLayer:
                     yield choice.of_sizes(tuple(near))
 
     def at(self, choice: LayoutChoice) -> Result | None:
-        """The fastest plan that fits at a layout: of the search's methods, or with a list; None if
-        none fits."""
+        """The fastest plan that fits at a layout, by the search's methods or with a list of layers;
+        None if none fits."""
         if choice not in self._known:
             found = self._trials(choice) if len(self._known) < MOST else []
             fits = [trial.result for trial in found if trial.result.fits]
@@ -286,7 +292,7 @@ class ByLayer:
         return self._known[choice]
 
     def _trials(self, choice: LayoutChoice) -> list[Trial]:
-        """Trials at a layout; where the plan that keeps everything fits, that one alone."""
+        """The trials at a layout; if the plan that keeps everything fits, only that one."""
         trials, registry = LayoutTrials(self.space.job(choice), choice.states), self.space.registry
         keeping = trials.trial(IDENTITY, registry)
         if not keeping.result.fits:
@@ -297,7 +303,7 @@ class ByLayer:
         return [keeping] if keeping.result.fits else found
 
     def _tried(self, trials: LayoutTrials, lists: LayerLists) -> Trial:
-        """The trial of the shortest lists with which the whole step fits."""
+        """The trial of the shortest lists of layers with which the whole step fits."""
         problem = lists.problem
         room = problem.usable_bytes - problem.reserve_bytes
         trial = trials.trial(IDENTITY, self.space.registry)

@@ -1,9 +1,9 @@
 """Plan families: the candidates of a search, and the methods that it can add to each.
 
-The rule of compositions is that of `compare`: methods with different places compose in the order of
-the places.  A plan is never faster than the plan that its last method was added to, so the search
-adds no method to a plan that fits.  A method that moves passes may be faster: the search begins
-with it, as it begins with the plan that keeps everything."""
+Compositions follow the rule of `compare`: methods with different places compose in the order of the
+places.  Adding a method never makes a plan faster, so the search adds none to a plan that fits.
+Methods that move passes are an exception: the search starts with them, as it starts with the plan
+that keeps everything."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,18 +15,16 @@ from rematbench.plugins.kinds import KINDS, ChangeKind, place
 
 
 class PlanFamily:
-    """Candidates, and the methods that each candidate can add, by the kinds of change of the
-    variants.
+    """Candidates and the methods that can be added to each, by the kinds of change of the variants.
 
-    The *lean* candidate of a candidate has the last setting of the grid for each method that
-    offloads.  In place of each method that rebuilds, it has the rebuilding method that keeps the
-    fewest bytes.  A *family* is the set of candidates with the same lean candidate.  `keeping`:
-    whether the candidate that keeps every activation is included.
+    The *lean* candidate of a candidate has the last setting of the grid for each offloading method,
+    and the rebuilding method that keeps the fewest bytes for each rebuilding method.  A *family* is
+    the set of candidates with the same lean candidate.  `keeping`: whether the candidate that keeps
+    every activation is included.
 
-    A method that rebuilds is a *spare* of another such method that is at least as fast and keeps no
-    more bytes on every sample.  A spare is tried only if the allocator alone keeps the other method
-    from fitting, because reserved bytes do not follow the order of kept bytes.  With `exact` no
-    method is a spare.
+    A rebuilding method is a *spare* of another one that is at least as fast and keeps no more bytes
+    on every sample.  A spare is tried only if the other method fails because of reserved bytes,
+    which do not follow the order of kept bytes.  With `exact` no method is a spare.
     """
 
     roots: tuple[Candidate, ...]
@@ -71,8 +69,8 @@ class PlanFamily:
         return [variant for variant, place in self.places.items() if place == where]
 
     def more(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidates with one more method, whose place is after the places of
-        `candidate`'s methods; none for a candidate with a spare."""
+        """The candidates with one more method, whose place is after those of `candidate`'s methods;
+        none for a candidate with a spare."""
         last = max((self.places[part] for part in candidate.parts), default=-1)
         composes = all(part.composes and part in self.added for part in candidate.parts)
         if len(candidate.parts) == self.most or not composes:
@@ -87,7 +85,7 @@ class PlanFamily:
         ]
 
     def instead(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidates that replace one of `candidate`'s methods by a spare."""
+        """Yield the candidates in which a spare replaces one of `candidate`'s methods."""
         for at, part in enumerate(candidate.parts):
             for spare in self.spares.get(part, ()):
                 yield Candidate((*candidate.parts[:at], spare, *candidate.parts[at + 1 :]))
@@ -107,8 +105,8 @@ class PlanFamily:
         return self._ends_next[candidate]
 
     def plans(self, layers: int) -> int:
-        """The number of plans at a layout whose longest chunk has `layers` layers: every step of
-        the scalars of every candidate."""
+        """The number of plans at a layout whose longest chunk has `layers` layers, over all
+        candidates and all steps of their scalars."""
         return sum(
             prod(part.scalar.count(layers) for part in candidate.parts if part.scalar)
             for candidate in self.candidates
@@ -160,8 +158,7 @@ def _at_zero(candidate: Candidate) -> Candidate:
 
 
 def _spares(samples: Sequence[dict[Variant, Probe]]) -> dict[Variant, list[Variant]]:
-    """Spares, by the first method that is no spare itself and no worse.  Of equal methods the first
-    is no spare."""
+    """The spares of each method, as in PlanFamily; of equal methods the first is no spare."""
     better = {
         variant: [
             other
@@ -192,7 +189,8 @@ def _no_better(variant: Variant, other: Variant, sample: dict[Variant, Probe]) -
 
 
 def _numbers(probe: Probe) -> list[float]:
-    """A probe's seconds and bytes, rounded to nine digits: slopes are differences of float sums."""
+    """A probe's seconds and bytes, rounded to nine digits because slopes are differences of
+    sums."""
     return [
         float(f"{number:.9g}")
         for line in probe.facts

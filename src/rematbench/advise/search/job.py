@@ -1,4 +1,4 @@
-"""The job of a search, from plain inputs: its layouts, the methods to try, and its results."""
+"""The job of a search: its layouts, the methods to try, and its results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,9 +49,9 @@ GIB = 2**30
 
 
 class SearchSpace:
-    """What a search may try: the layouts of a job, and the methods.  `evaluator`: keeps programs
-    for searches of the same model and length on other clusters (None: there are no such searches).
-    Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+    """The layouts and methods that a search may try.  `evaluator`: keeps programs for searches of
+    the same model and length on other clusters (None: there are no such searches).  Raises
+    ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(self, request: SearchRequest, evaluator: Evaluator | None = None) -> None:
         self.request, self.evaluator = request, evaluator
@@ -68,7 +68,7 @@ class SearchSpace:
 
     @cached_property
     def space(self) -> Space:
-        """The layouts of the job, each also with the states placed by every one of `states`;
+        """The layouts of the job, and each of them again with every placement of `states`;
         LayoutError if no layout is possible."""
         spec = self.request.spec
         hosts = self.request.hosts or self.system.host.optimizer_on_host
@@ -99,8 +99,7 @@ class SearchSpace:
         return self.space.choices[0] not in self.space.apart
 
     def ready(self) -> Self:
-        """Return the space after checks, so that its errors are raised here and not in a worker
-        process."""
+        """Return the space after checks, so that errors are raised here, not in a worker."""
         self.problem(self.space.choices[0])
         for choice in {item.states: item for item in self.space.choices if item.states}.values():
             self._refuse_states(choice)
@@ -108,7 +107,8 @@ class SearchSpace:
         return self
 
     def _refuse_states(self, choice: LayoutChoice) -> None:
-        """MethodError if a layout's states cannot be placed, or if more than these changes."""
+        """MethodError if a layout's optimizer states cannot be placed, or if the method that places
+        them changes more than these."""
         problem = self.problem(choice)
         base, plan = problem.base_plan, choice.keeping(problem, self.registry)
         if isinstance(plan, Unsupported):
@@ -129,8 +129,7 @@ class SearchSpace:
 
     @cached_property
     def states(self) -> tuple[str, ...]:
-        """The methods asked for that place the optimizer's states, each at every value of its
-        grid."""
+        """The requested methods that place optimizer states, each at every value of its grid."""
         return placements(self.registry, self.request.only)
 
     @property
@@ -140,14 +139,14 @@ class SearchSpace:
 
     @cached_property
     def _asked(self) -> tuple[str, ...]:
-        """The methods asked for, planners too, that place no states."""
+        """The requested methods, planners included, that do not place states."""
         return tuple(name for name in self.request.only if not places_states(self.registry, name))
 
     @cached_property
     def variants(self) -> list[Variant]:
-        """The methods to try, alone and composed.  With our executor as the engine, only methods
-        that it runs on at least one of three sample layouts; with a package, the package's own
-        policies on any layout that it runs."""
+        """The methods to try, alone and composed.  If the engine is our executor, only methods that
+        it runs on one of three sample layouts; if it is a package, the package's policies on all
+        layouts that it runs."""
         if self.package:
             return self._policies(self.package)
         result = variants(self.registry, load_compare(), self.model, self._only)
@@ -165,8 +164,8 @@ class SearchSpace:
         return baselines().get(self.request.engine)
 
     def _policies(self, package: MethodEntry) -> list[Variant]:
-        """The package's policies.  Which there are depends on the kind of a layout and on the
-        layers of its chunks; options for uneven chunks are none of its policies'."""
+        """The package's policies on one layout of each kind and chunk size, on which its policies
+        depend.  Uneven chunks do not matter, because no policy needs options for them."""
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
@@ -186,7 +185,7 @@ class SearchSpace:
 
     @cached_property
     def _only(self) -> tuple[str, ...]:
-        """The methods asked for that are no planners and place no states."""
+        """The requested methods that are no planners and do not place states."""
         return tuple(name for name in self._asked if not _planned(self.registry, name))
 
     def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
@@ -200,7 +199,7 @@ class SearchSpace:
         return False
 
     def job(self, choice: LayoutChoice) -> PlannedJob:
-        """Return the job of a layout, with the words of its command if a command can express it."""
+        """The job of a layout, with the words of its command if a command can express it."""
         problem = self.problem(choice)
         return PlannedJob(
             problem=problem, base=choice.base(problem.base_plan), words=self._words(choice)
@@ -228,8 +227,8 @@ class SearchSpace:
         )  # fmt: skip
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
-        """Return the results of plans that fit, fastest first, with all columns of a table except
-        the engines (`with_engines`).  `tied`: results that differ from the first by no more than
+        """The results of plans that fit, fastest first, with all columns of a table except the
+        engines (`with_engines`).  Results are `tied` if they differ from the first by no more than
         our error in comparing two methods."""
         answers = []
         for item in results:
@@ -256,19 +255,19 @@ class SearchSpace:
         return answers
 
     def best_row(self, result: Result) -> dict[str, Any]:
-        """The table line of one simulated plan, at place 1."""
+        """The table row of a simulated plan, at place 1."""
         return search_row(1, self.completed([result])[0])
 
     def spec(self, choice: LayoutChoice) -> Job:
-        """The job's problem at one layout, with the given names of model, cluster and system."""
+        """The job at one layout, in which model, cluster and system keep their names."""
         chosen = {"optimizer": "host"} if choice.hosted else {}
         chosen |= {"ep_overlap": "on"} if choice.overlaps else {}
         chosen |= {"dispatcher": choice.dispatcher} if choice.dispatcher else {}
         return self.request.spec.changed(**degrees(choice.layout), **chosen)
 
     def problem(self, choice: LayoutChoice) -> Problem:
-        """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
-        as large as the device, and RateError if no kernel has seconds."""
+        """The Problem at one layout, with its reserve.  ConfigError if the reserve is as large as
+        the device, RateError if kernels cannot be timed."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(self.spec(choice).changed(**loaded))
         if problem.untimed:
@@ -282,8 +281,8 @@ class SearchSpace:
 
 
 def reserving(reserve_gib: float | None, problem: Problem) -> Problem:
-    """A problem that leaves `reserve_gib` of a device free (None: the usual reserve).  ConfigError
-    if that is the whole device."""
+    """The problem in which methods leave `reserve_gib` of a device free (None: the usual reserve).
+    ConfigError if that is the whole device."""
     if reserve_gib is None:
         return leaving_reserve(problem)
     reserve = round(reserve_gib * GIB)
@@ -294,12 +293,13 @@ def reserving(reserve_gib: float | None, problem: Problem) -> Problem:
 
 
 def _parallel(choice: LayoutChoice) -> LayoutChoice:
-    """A choice without its micro-batch, which the error of ratios at one layout covers."""
+    """A choice with micro-batch 1: layouts that differ only in the micro-batch count as one layout
+    for the error of ratios."""
     return replace(choice, layout=replace(choice.layout, micro_batch=1))
 
 
 def _kind(choice: LayoutChoice) -> tuple[object, ...]:
-    """What of a layout decides whether a package has options for it."""
+    """The properties of a layout that decide whether a package has options for it."""
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
@@ -335,7 +335,7 @@ def _registry(request: SearchRequest) -> Registry:
 
 
 def _planned(registry: Registry, name: str) -> bool:
-    """Whether a method, as it is typed, is a planner or is composed with one."""
+    """Whether a method, as the user types it, is a planner or contains one."""
     return registry.has_planner(method.name for method in registry.resolve(name).methods)
 
 
@@ -346,24 +346,24 @@ COLUMNS = (
     *(f"{part}_s" for part in ("compute", "recompute", "bubble", "host", *TRAFFIC)),
     *("binds", "fits", "tied_with_best", "outside"),
 )
-"""Columns of a plan in tables of searches, before the facts of its job."""
+"""The columns of a plan in tables of searches; the facts of its job follow."""
 
 
 def search_row(place: int, result: Result) -> dict[str, Any]:
-    """A table line with every number of a plan, in base SI units and fractions.  `binds` has the
+    """A table row with every number of a plan, in base SI units and fractions.  `binds` lists the
     losses of the step, because memory does not limit a plan that fits."""
     return result.line(("place", *COLUMNS), place=place, binds=result.losses)
 
 
 def with_engines(result: Result) -> Result:
-    """Return the plan with the engines that can run it.  This look-up takes longer than all other
+    """The result with the engines that can run its plan, a look-up that takes longer than all other
     columns."""
     assert result.plan is not None
     return replace(result, runs_on=Engines(result.problem).of(result.plan))
 
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
-    """Plan, lower and simulate the plan of a table line again."""
+    """Plan, lower and simulate the plan of a table row again."""
     told = {name: row[name] for name in facts(Job) if row.get(name) and name != "sp"}
     told |= {} if flag(row, "sp", True) else {"sp": "false"}
     spec = convert(nested(told, Job), Job, strict=False)

@@ -1,5 +1,4 @@
-"""The limits of a search's space, in words: what a person may set in `simulate` beyond it, and what
-no layout has here."""
+"""The limits of a search's space in words: what only `simulate` takes, and what is not modelled."""
 
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
 
 
 def space_words(job: SearchSpace) -> str:
-    """The space of a search: the proof covers it and nothing else."""
+    """The space of a search in words; the proof covers only this space."""
     layouts, methods = len(job.space.choices), len(job.variants)
     placed = len([choice for choice in job.space.choices if choice.states])
     many = "s" if layouts > 1 else ""
@@ -27,8 +26,7 @@ def space_words(job: SearchSpace) -> str:
 
 
 def not_searched(job: SearchSpace) -> list[str]:
-    """What the space leaves out although `simulate` has it, and then what `simulate` does not
-    model."""
+    """What the space leaves out although `simulate` supports it, then what is not modelled."""
     layouts = [choice.layout for choice in job.space.choices]
     units = f"groups of more than {LARGEST_UNIT} layers"
     methods = [units] if job.package else _of_methods(job)
@@ -53,7 +51,7 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
 
 
 def _of_exchanges(job: SearchSpace) -> Iterator[str]:
-    """What of experts' exchanges is not tried."""
+    """The exchanges of experts that are not tried."""
     spec, system = job.request.spec, job.system
     tried = [system.experts.dispatcher, other_dispatcher(spec, job.cluster, system)]
     yield f"dispatchers other than {' and '.join(filter(None, tried))} (--dispatcher)"

@@ -1,4 +1,4 @@
-"""Inverse questions, each answered by a series of short searches."""
+"""Inverse questions, such as the fewest GPUs, each answered by a series of short searches."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,38 +22,27 @@ Question = Literal["gpus", "context", "batch", "memory", "rank", "base"]
 
 
 GIB = 2**30
-
-
 GRANULE = 1024
-"""Tokens; sequence lengths that are tried are multiples of this."""
-
-
+"""Sequence lengths that are tried are multiples of this many tokens."""
 FINE = 16
-"""Resolution of the longest length, the largest batch and the least memory: one part in FINE."""
-
-
+"""The longest length, largest batch and least memory are found to one part in FINE."""
 MOST_ROUNDS, HALVINGS = MINUTE, 3
-"""Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
-A plan that the search returns fits; where it returns none, a plan may still exist."""
-
-
+"""The most rounds of a search for a plan that fits with a change, and how often the change is
+halved.  If such a search returns no plan, one may still exist."""
 LOOK = 1
-"""Rounds of a short look for a plan that fits."""
-
-
+"""The rounds of a short look for a plan that fits."""
 Answer = tuple[int, Result | None]
-"""A value that was tried, and a plan that reaches the goal at that value; None where no plan does.
-"""
+"""A value that was tried, and a plan that reaches the goal with it (None: there is none)."""
 
 
 def reached(
     request: SearchRequest, step_s: float, run: Rounds, most_rounds: int | None = None
 ) -> Result | None:
-    """Return a plan whose step takes at most `step_s`; None if the search proves that there is no
-    such plan, or finds none in `most_rounds`.  If `step_s` is infinite, any plan that fits is
-    enough, and no seconds are bounded."""
+    """A plan whose step takes at most `step_s`; None if the search proves that there is none, or
+    does not find one in `most_rounds`.  If `step_s` is infinite, any plan that fits will do, and no
+    seconds are bounded."""
     request = replace(request, any_fit=step_s == inf, within=0.0)
-    if not _has_layout(request):  # else the error would be in a worker
+    if not _has_layout(request):  # otherwise a worker would raise the error
         return None
     going = run(request, shown=1, most_rounds=most_rounds)
     with closing(going) as result:
@@ -66,9 +55,9 @@ def reached(
 
 
 def fewest_gpus(request: SearchRequest, tokens_per_s: float, run: Rounds) -> Iterator[Answer]:
-    """Yield an answer for 1, 2, 4, ... GPUs, up to the problem's number, until all GPUs together
-    reach `tokens_per_s`.  Then try every whole number of nodes (inside a node: of GPUs) between the
-    last two that has a layout, until one number reaches the speed."""
+    """Yield an answer for 1, 2, 4, ... GPUs, up to the job's number, until all GPUs together reach
+    `tokens_per_s`.  Then try the whole numbers of nodes (inside a node: of GPUs) between the last
+    two, until one reaches the speed."""
     spec = request.spec
 
     def reach(gpus: int) -> Answer:
@@ -90,8 +79,8 @@ def fewest_gpus(request: SearchRequest, tokens_per_s: float, run: Rounds) -> Ite
 
 
 def _between(request: SearchRequest, before: int, gpus: int) -> Iterator[int]:
-    """Whole numbers of nodes (inside a node: of GPUs) between two numbers of GPUs that have a
-    layout, in ascending order."""
+    """The numbers of GPUs between two others that fill whole nodes (or lie inside one node) and
+    have a layout, in ascending order."""
     node = _cluster(request).gpus_per_node
     for count in range(before + 1, gpus):
         if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(request, count)):
@@ -105,16 +94,15 @@ def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
 def _has_layout(request: SearchRequest) -> bool:
     try:
         SearchSpace(request).ready()
-    except (LayoutError, MethodError):  # no layout, or no options of the engine there
+    except (LayoutError, MethodError):  # no layout, or none that the engine has options for
         return False
     return True
 
 
 def longest_context(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for sequence lengths from the problem's length on: doubled until no plan fits,
-    then bisected.  Only the shortest length without a plan gets a proof and an answer.  Until then,
-    a length counts as having no plan if a short search finds none.  It is searched again if the
-    proof finds a plan."""
+    """Yield answers for sequence lengths from the job's length on: doubled until no plan fits, then
+    bisected.  A length counts as having no plan if a short search finds none.  Only the shortest
+    such length gets a full search; if that finds a plan, the bisection is repeated."""
 
     def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
         there = replace(request, spec=request.spec.changed(seq_len=seq_len))
@@ -143,7 +131,7 @@ def longest_context(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
 
 
 def largest_batch(request: SearchRequest, step_s: float, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for multiples of the problem's global batch, with steps of at most `step_s`."""
+    """Yield answers for multiples of the job's global batch, with steps of at most `step_s`."""
     batch = request.spec.degrees.global_batch
 
     def quick(global_batch: int) -> Result | None:
@@ -154,7 +142,7 @@ def largest_batch(request: SearchRequest, step_s: float, run: Rounds) -> Iterato
 
 
 def largest_rank(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for ranks of adapters, from the problem's rank on."""
+    """Yield answers for ranks of adapters, from the job's rank on."""
 
     def look(rank: int) -> Result | None:
         return reached(replace(request, spec=request.spec.changed(lora_rank=rank)), inf, run)
@@ -163,11 +151,11 @@ def largest_rank(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
 
 
 BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
-"""Formats of weights that do not train, the widest first, with bits (0: those of the precision)."""
+"""Formats of frozen weights, the widest first, with their bits (0: those of the precision)."""
 
 
 def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for the bits of a weight that does not train, until a plan fits."""
+    """Yield answers for the bits of frozen weights, until a plan fits."""
     for name, bits in BASES.items():
         there = replace(request, spec=request.spec.changed(base_dtype=name))
         result = reached(there, inf, run)
@@ -177,8 +165,8 @@ def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
 
 
 def min_memory(request: SearchRequest, lose: float, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for bytes of device memory, bisected from the device's memory.  A plan's step
-    may be longer than the best step with the full memory by the share `lose`."""
+    """Yield answers for bytes of device memory, bisected from the full memory down.  Steps may be
+    longer than the best step with the full memory by the share `lose`."""
     hbm = request.spec.stack.hbm_bytes or _cluster(request).hbm_bytes
     best = fastest(request, run)
     yield hbm, best
@@ -199,17 +187,17 @@ def min_memory(request: SearchRequest, lose: float, run: Rounds) -> Iterator[Ans
 
 
 def fastest(request: SearchRequest, run: Rounds) -> Result | None:
-    """Return the fastest plan, to within the gap of `request`; None if no plan fits."""
+    """The fastest plan, to within the gap of `request`; None if no plan fits."""
     *_, end = run(request, shown=1)
     return end.results[0] if end.results else None
 
 
 def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
-    """Answers on the way to the largest value that `reach` finds a plan for: doubled, then
-    bisected to a multiple of `granule`."""
+    """Answers on the way to the largest value for which `reach` returns a plan: values are doubled,
+    then bisected to multiples of `granule`."""
 
     def between(low: int, high: int) -> int | None:
-        wide = low and high - low > max(granule, low // FINE)  # low is 0: none at the start
+        wide = low and high - low > max(granule, low // FINE)  # low 0: even `start` has no plan
         return (low + high) // 2 // granule * granule if wide else None
 
     yield from _answers(reach, 0, start, largest=True, further=twice, between=between)
@@ -218,8 +206,8 @@ def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
 def _answers(
     reach: Any, low: int, high: int, *, largest: bool = False, **how: Any
 ) -> Iterator[Answer]:
-    """The answer for each value that `brackets` asks on the way to the lowest value that `reach`
-    finds a plan for, or to the largest; `how` goes to `brackets`."""
+    """The answer for each value that `brackets` tries on the way to the lowest (or `largest`) value
+    for which `reach` returns a plan; `how` goes to `brackets`."""
     tried: list[Answer] = []
 
     def turns(value: int) -> bool:
@@ -231,9 +219,9 @@ def _answers(
 
 
 def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tuple[str, Result]]:
-    """Yield changes in words, each with a plan that fits after it, if none fitted before: no
-    memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.  For
-    each kind, yield the smallest tried change that has a plan."""
+    """Yield changes in words, each with a plan that fits after it, for a search without any: no
+    memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.  Of each
+    kind, only the smallest change that has a plan is yielded."""
 
     def fits(**changes: Any) -> Result | None:
         there = replace(request, spec=request.spec.changed(**changes))
@@ -260,8 +248,8 @@ def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tup
 
 
 def _enough(reach: Any, least: float, most: int) -> Answer:
-    """The fewest further bytes with which `reach` finds a plan: doubled until a plan fits or
-    `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes or more."""
+    """The fewest further bytes with which `reach` returns a plan: doubled until a plan fits or
+    `most` is reached, then bisected HALVINGS times.  Every plan lacks at least `least` bytes."""
     halvings = iter(range(HALVINGS))
     best: Answer = 0, None
 

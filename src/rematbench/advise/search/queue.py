@@ -1,4 +1,4 @@
-"""The queue of a search: its entries, in the order of their bounds or with the leanest first."""
+"""The queue of a search, ordered by bounds of seconds or with the leanest plans first."""
 
 import heapq
 from collections import Counter, defaultdict
@@ -24,30 +24,28 @@ from rematbench.worlds.packages.flags import Engines
 Stage = Literal[
     "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  group: read the facts of the group; layout: judge the
-roots of the family there; grow: bound the expansion of a candidate with a share, which may fit at a
-smaller share with one more method; expand: add a method to a candidate that does not fit; compose:
-bound a candidate that was expanded so; pieces: bound a candidate in more pieces; tighten: bound by
-the schedule a candidate with a closed-form bound; simulate: simulate it."""
-
-
+"""The next work on an entry of the queue.  group: read the facts of a group; layout: judge the
+roots of the family at a layout; grow: bound the expansion of a candidate with a share, which may
+fit at a smaller share with one more method; expand: add methods to a candidate that does not fit;
+compose: bound a candidate with an added method; pieces: bound a candidate in more pieces; tighten:
+bound a candidate by its whole schedule; simulate: simulate it."""
 RIPE: tuple[Stage, ...] = ("tighten", "simulate")
-"""Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
+"""The stages in which an entry is a single plan, to be bounded by its schedule or simulated."""
 
 
 class BoundedGroup(Protocol):
-    """The layouts of a group, with the bounds that a search needs, as arrays over layouts."""
+    """What a search needs of a layout group (`GroupBounds`); arrays have an entry per layout."""
 
     choices: Sequence[LayoutChoice]
     problem: Problem
 
     @property
     def kernels_s(self) -> Array:
-        """A first lower bound of the step in seconds, from kernels alone."""
+        """A first lower bound of the step in seconds, from kernels only."""
 
     @property
     def passes_s(self) -> Array:
-        """The same for any order of a rank's passes."""
+        """The same bound for any order of a rank's passes."""
 
     @property
     def states_over_bytes(self) -> Array:
@@ -91,13 +89,14 @@ class BoundedGroup(Protocol):
 
 
 class OpenLayout(Struct):
-    """A layout during the search: its group, and its index there.  `fits`: the lowest step of its
-    share at which a candidate fits, in as few pieces as it has; `holds`: whether the smallest plan
-    may fit (None: unknown); `tightened`: whether any of its candidates has a bound by the schedule;
-    `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`: live
-    bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces; `ends`: a
-    share's lowest step that host memory cannot hold; `refused`: candidates without a plan at any
-    step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+    """A layout during the search: its group and its index there.  `fits`: by candidate, the lowest
+    step of the share that fits in the fewest pieces; `holds`: whether the smallest plan may fit
+    (None: unknown); `tightened`: whether any candidate has a bound by the schedule; `judged`:
+    candidates and pieces that have been judged; `simulated`: the contents of simulated plans;
+    `short`: live bytes that a candidate lacked at a step; `flat`: candidates and steps that more
+    pieces do not help; `ends`: by candidate, the lowest step that host memory cannot hold;
+    `refused`: candidates without a plan at any step and in any pieces; `counted`: whether the
+    layout has a plan faster than `faster_than_s`."""
 
     group: BoundedGroup
     index: int
@@ -130,10 +129,8 @@ class OpenLayout(Struct):
         return self.group.trials_at(self.index)
 
     def extends_fitting(self, candidate: Candidate, step: int) -> bool:
-        """Whether a candidate at a step of its share is made of a plan that fits by further
-        methods, none of which moves passes, at no smaller a share, so that it is not faster.  It
-        may be faster than its other methods alone, as what one rebuilds the next need not copy; and
-        with one more method a smaller share may do."""
+        """Whether a candidate at a step of its share adds methods, none of which moves passes, to a
+        plan that fits, at the same or a larger share.  It is then not faster than that plan."""
         return any(
             known.parts == candidate.parts[: len(known.parts)]
             and known.moves == candidate.moves
@@ -143,15 +140,15 @@ class OpenLayout(Struct):
         )
 
     def is_flat(self, candidate: Candidate, step: int, short_bytes: float) -> bool:
-        """Whether more pieces, or pieces at all, freed no live bytes at a step.  A peak of live
-        bytes is a maximum of lines in 1 / pieces: once constant, it stays so.  What the allocator
-        reserves is no such maximum."""
+        """Whether more pieces (or pieces at all) freed no live bytes at a step.  A peak of live
+        bytes is a maximum of lines in 1 / pieces, so once constant it stays constant.  This does
+        not hold for reserved bytes."""
         fewer = (candidate, candidate.in_one_piece)
         return short_bytes in [self.short.get((item, step)) for item in fewer]
 
 
 class QueueEntry(Struct, frozen=True):
-    """An entry of the queue: its next work, and the candidate at a step of its share and of its
+    """An entry of the queue: the next work, and a candidate at a step of its share and of its
     pieces.  `group`: the layout group, if the entry is not for a single layout."""
 
     stage: Stage
@@ -163,8 +160,8 @@ class QueueEntry(Struct, frozen=True):
 
 
 class Unprobed(NamedTuple):
-    """A candidate that was excluded at a layout without a probe: the fewest bytes that it may lack,
-    and whether they are host bytes."""
+    """A candidate that was excluded at a layout without a probe, with a lower bound of the bytes
+    that it lacks, and whether these are host bytes."""
 
     nbytes: float
     host: bool
@@ -176,8 +173,8 @@ T = TypeVar("T")
 
 
 class Queue(Generic[T]):
-    """Entries in the order of their bounds; entries of equal bounds in the order of arrival. *Ripe*
-    entries are also in a second queue, of ripe entries only."""
+    """Entries in the order of their bounds, those with equal bounds in the order of arrival.
+    *Ripe* entries are also in a second heap, which has only ripe entries."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int, T]] = []
@@ -222,20 +219,20 @@ class Queue(Generic[T]):
         return bound, item
 
     def _drop(self, heap: list[tuple[float, int, T]]) -> None:
-        """Remove entries from the front of an order that were taken by the other order."""
+        """Remove entries from the front of a heap that were taken through the other heap."""
         while heap and heap[0][1] not in self._waiting:
             heapq.heappop(heap)
 
 
 LATER = 1e6
-"""Added to the order of work that waits for all leaner work."""
+"""The penalty in the order of work that must wait for all leaner work."""
 
 
 class LeanOrder:
     """The order of a search for any plan that fits: the leanest layouts and plans come first.
-    `searched`: layouts whose candidates are judged.  `waiting`: entries of the queue by layout.
-    `doubts`: by layout, candidates left out for a reason other than a sure lack of bytes (more
-    sequences in a micro-batch may change that reason)."""
+    `searched`: layouts whose candidates are judged; `waiting`: numbers of queued entries by layout;
+    `doubts`: by layout, candidates that were dropped for another reason than a proved lack of
+    bytes, which may not hold for a larger micro-batch."""
 
     def __init__(self, leanest: Iterable[Candidate]) -> None:
         self.searched: set[LayoutChoice] = set()
@@ -244,8 +241,8 @@ class LeanOrder:
         self._lean = {KEEP, *leanest}
 
     def of(self, entry: QueueEntry) -> float:
-        """Order lean layouts first, and on all layouts the leanest candidates first.  Layouts for
-        which a leaner layout exists come last."""
+        """The position of an entry: lean layouts first, on all layouts the leanest candidates
+        first, and layouts for which a leaner layout exists last."""
         if entry.layout is None:
             assert entry.group is not None
             shares = entry.group.lean_shares[entry.group.states_over_bytes <= 0]
@@ -257,8 +254,8 @@ class LeanOrder:
 
 
 def leaner(choice: LayoutChoice) -> LayoutChoice | None:
-    """Return the same layout with micro-batch 1, if it needs no more bytes under any plan: both
-    have as many passes in flight, and gradients of several micro-batches to add up."""
+    """The same layout with micro-batch 1 if that needs no more bytes under any plan, because both
+    have equally many passes in flight and accumulate gradients; otherwise None."""
     lay = choice.layout
     if lay.micro_batch == 1 or lay.num_micro_batches <= lay.pp:
         return None
@@ -266,13 +263,13 @@ def leaner(choice: LayoutChoice) -> LayoutChoice | None:
 
 
 SHOWN = 1.1
-"""Before a listing, work whose bound is at least this multiple of the best step is not queued."""
+"""Until `list_all`, work whose bound is at least this multiple of the best step is not queued."""
 
 
 class SearchQueue:
-    """The queue of a search, in the order of bounds of seconds, or in a `lean` order.  It rejects
-    work whose bound is too far above `best_s`, the best step so far.  With `lists` it keeps such
-    work aside for `list_all`.  With `faster_than_s` all work below that step counts."""
+    """The queue of a search, in the order of bounds of seconds or in a `lean` order.  It rejects
+    work whose bound is too far above `best_s`, the best step so far; with `lists` it sets such work
+    aside for `list_all`.  With `faster_than_s` it accepts all work below that step."""
 
     def __init__(
         self, *, faster_than_s: float = inf, lists: bool = False, lean: LeanOrder | None = None
@@ -288,8 +285,8 @@ class SearchQueue:
 
     @property
     def bound_s(self) -> float:
-        """Lower bound, in seconds, of the step of any plan in the queue.  A lean order gives no
-        such bound until no plan is left."""
+        """Lower bound, in seconds, of the step of any plan in the queue; 0 in a lean order as long
+        as the queue is not empty."""
         if self.lean:
             return 0.0 if self.entries else inf
         return self.entries.bound
@@ -305,7 +302,7 @@ class SearchQueue:
         counting = self.faster_than_s < inf
         most = self.faster_than_s if counting else SHOWN * self.best_s
         if counting and entry.stage == "grow" and bound_s < most:
-            bound_s = nextafter(most, 0.0)  # last: few layouts are faster by that alone
+            bound_s = nextafter(most, 0.0)  # last, because it rarely makes a layout fast enough
         if bound_s < most or self.listing:
             self.entries.push(bound_s, entry, ripe=ripe)
         else:
@@ -329,8 +326,7 @@ class SearchQueue:
 
     @property
     def slower(self) -> Counter[str]:
-        """Counts of the layouts and plans whose bounds are no faster than the best step, by
-        cause."""
+        """Numbers of layouts and plans whose bounds are no faster than the best step, by cause."""
         result = self._dropped.copy()
         for bound_s, entry in self.entries.waiting():
             if bound_s >= self.best_s:
@@ -351,26 +347,22 @@ COPIED, KEPT = (
     "host memory too small for the bytes that are copied",
     "device memory too small for the bytes that are kept",
 )
-"""Why a candidate falls that is not probed."""
-
-
+"""The reasons for which a candidate is excluded without a probe."""
 STATES = "layouts where parameters, gradients and optimizer states do not fit"
-
-
 EXTENDS_FITTING = "adds a method to a plan that already fits"
-"""Why a candidate falls that adds methods to a plan that fits: it is not faster."""
+"""The reason for a candidate that cannot be faster than a plan that fits."""
 
 
 class Exclusions:
-    """The plans and layouts that a search has excluded.  `counts`: plans and layouts by reason.
-    `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes of a node,
-    that an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
+    """What a search has excluded.  `counts`: numbers of plans and layouts by reason.
+    `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes per node, that
+    an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.device_short_bytes = self.host_short_bytes = inf
         self.refusal = ""
-        self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # by the fewest bytes they lack
+        self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # with the bytes lacked at least
 
     def note(self, trial: Trial, trials: LayoutTrials) -> None:
         """Note what a plan of a layout lacks, or why there is none."""
@@ -384,8 +376,8 @@ class Exclusions:
             self.lacks_host(trial.host_short_bytes)
 
     def replay_whole(self) -> None:
-        """Replay in full the plans whose replay ended early, as long as the bytes that they lack
-        may be the fewest."""
+        """Replay in full the plans whose replay was stopped early, as long as they may lack the
+        fewest bytes."""
         for short_bytes, trials, content in sorted(self._ended, key=itemgetter(0)):
             if short_bytes < self.device_short_bytes:
                 self.lacks_device(trials.lacked_bytes(content))

@@ -1,4 +1,4 @@
-"""The input of a search, and its state after a round."""
+"""The input of a search, and its progress after a round."""
 
 from collections.abc import Callable, Generator
 from math import inf
@@ -11,22 +11,23 @@ from rematbench.evaluate.result import Result
 from rematbench.inputs.job import Job
 
 MINUTE = 20
-"""Most rounds of one search where many run in a row: one or two minutes of a core."""
+"""The most rounds of a search that is one of many in a row: one or two minutes of a core."""
 
 
 class SearchRequest(Struct, frozen=True, kw_only=True):
-    """The input of a search: a problem whose degrees are open except the `fixed` ones.  `only`:
-    methods to compose, at least one per plan (empty: all methods, and plans without any), and
-    planners to try at the end.  A method of optimizer states there adds its plans to those of the
-    others, or of all methods where it is the only one.  `folders`: folders with files of more
-    methods.  `engine`: keep only plans that this package (or `ours`) has options for.
-    `reserve_gib`: device memory that plans leave free (None: the usual reserve).  `within`: the gap
-    to prove, a share of the best step.
-    With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
-    the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
-    fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
-    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says.
-    `by_layer`: plans are tuned layer by layer, also at stated stages that no bound covers."""
+    """The input of a search: a job in which all degrees but the `fixed` ones are open.
+
+    `only`: methods to compose, at least one per plan (empty: all methods, and plans without any),
+    and planners to try at the end.  If it contains methods that place optimizer states, layouts are
+    also tried with these placements, under the other methods or, without others, under all.
+    `folders`: folders with further method files.  `engine`: keep only plans that this package (or
+    `ours`, our executor) has options for.  `reserve_gib`: device memory that plans leave free
+    (None: the usual reserve).  `within`: the gap to prove, as a share of the best step.
+    `faster_than_s`: count the layouts that have a plan with a shorter step, keep the first such
+    plan of each, and prove no best plan.  `any_fit`: look for any plan that fits, and bound no
+    step.  `most_methods`: the most methods per plan (None: as in config/compare.yaml).  `hosts`:
+    whether plans may use host memory beyond what the job says.  `by_layer`: tune plans layer by
+    layer, also at stated stages that no bound covers."""
 
     spec: Job
     fixed: Fixed = Fixed()
@@ -43,11 +44,11 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """The state of a search after a round.  `results`: the plans that fit, fastest first.
-    `bound_s`: lower bound of the step of all plans left.  `listed_s`: lower bound of the step of
-    all plans outside `results`, including plans that cannot be the fastest.  `excluded`: counts of
-    excluded plans by reason.  `short_bytes`: the fewest device bytes that an excluded plan lacked.
-    `plans`: joint plans of the space."""
+    """The state of a search after a round.  `results`: the plans that fit, fastest first;
+    `bound_s`: lower bound of the step of all plans left; `listed_s`: the same, including plans that
+    cannot be the fastest; `excluded`: numbers of excluded plans by reason; `short_bytes`: the
+    fewest device bytes that an excluded plan lacked; `plans`: number of joint plans of the
+    space."""
 
     results: tuple[Result, ...] = ()
     bound_s: float = 0.0
@@ -64,7 +65,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
+        """The largest share of the best step that an unknown better plan may save."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
     def lists(self, shown: int, within: float) -> bool:
@@ -76,5 +77,5 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 Rounds = Callable[..., Generator[Progress, None, None]]
-"""Runs the search of a request, and yields its progress after each round (`rounds.rounds` in some
-processes).  Questions do not know how a search runs."""
+"""Runs the search of a request and yields its progress after each round.  In commands this is
+`rounds.rounds` with a number of processes."""

@@ -1,10 +1,10 @@
-"""A search in worker processes: rounds of its work, and the planners at its end.
+"""A search in worker processes: rounds of work, and planners at the end.
 
 Each process has a share of the layout groups, and all processes know the best step.  A round is a
 fixed amount of work, counted and not timed, so that plans do not depend on the machine's speed.
-Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
-planners start after the other plans are proved.  Each planner is solved at the layouts of the
-fastest plans, in that order, until one of its plans fits."""
+Planners are methods whose plan is unknown until it is solved.  No bound covers such plans, so
+planners run after the other plans are proved, each at the layouts of the fastest plans, in that
+order, until one of its plans fits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterator, Sequence
@@ -36,24 +36,18 @@ from rematbench.plugins.registry import MethodError
 from rematbench.worlds.packages.flags import Engines
 
 WORK = 400
-"""Work of a round (`Search.work`), about half a second."""
-
-
+"""The work of a round (`Search.work`), about half a second."""
 ONE_PROCESS_WORK = 2 * MINUTE * WORK
-"""The work of MINUTE rounds of two processes, for a search in one process."""
-
-
+"""The work of MINUTE rounds in two processes, for a search in one process."""
 LATER = 40
-"""Most rounds after the gap is proved, for the other plans to show: half a minute."""
-
-
+"""The most rounds, half a minute, that look for the other rows after the gap is proved."""
 LIMIT_S = 3600
-"""Limit on the CPU seconds of a worker's task; a round takes a few seconds."""
+"""The limit of CPU seconds of a worker's task; a round takes a few seconds."""
 
 
 class SearchJob(SearchSpace):
-    """A search, ready to run.  `programs`: programs of probes, lowered by searches of the same
-    model and length on other clusters (None: there are no such searches)."""
+    """A search that is ready to run.  `programs`: programs of probes that searches of the same
+    model and length on other clusters share (None: there are no such searches)."""
 
     def __init__(
         self,
@@ -66,8 +60,8 @@ class SearchJob(SearchSpace):
         self._groups: dict[int, GroupBounds] = {}
 
     def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
-        """Return the search of every `parts`-th group, from group `part` on.  `lists`: whether
-        slower plans are listed too."""
+        """The search over every `parts`-th group, from group `part` on.  `lists`: whether slower
+        plans are listed too."""
         request, indices = self.request, self._part_indices(part, parts)
         most, exact = request.most_methods, request.within == 0 and not request.any_fit
         most = load_compare().most_methods if most is None else most
@@ -86,8 +80,8 @@ class SearchJob(SearchSpace):
         )
 
     def _part_indices(self, part: int, parts: int) -> list[int]:
-        """The groups of one part.  A search for any plan that fits has layouts that differ in the
-        micro-batch alone in one part."""
+        """The indices of the groups of one part.  In a search for any plan that fits, layouts that
+        differ only in the micro-batch are in the same part."""
         if not self.request.any_fit:
             return list(range(part, len(self._layouts), parts))
         alike = [group_key(cut[0])._replace(micro_batch=1) for cut in self._layouts]
@@ -95,8 +89,8 @@ class SearchJob(SearchSpace):
         return [index for index, item in enumerate(alike) if numbers[item] % parts == part]
 
     def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
-        """Return the search for the best layout of given candidates, over layouts with at least
-        `min_pp` pipeline ranks."""
+        """The search for the best layout of fixed candidates, among layouts with at least `min_pp`
+        pipeline ranks."""
         groups = [self._group(index) for index in range(len(self._layouts))]
         within = self.request.within
         return Search(groups, FixedFamily(candidates), self.registry, within=within, min_pp=min_pp)
@@ -110,8 +104,8 @@ class SearchJob(SearchSpace):
         return list(groups.values())
 
     def ready(self) -> Self:
-        """Return the job after its checks; MethodError for a method that changes the passes if no
-        bound covers its plans."""
+        """Return the job after checks; MethodError for a method that moves passes if no bound
+        covers its plans."""
         super().ready()
         replies: dict[str, list[Probe | Refused]] = defaultdict(list)
         for variant in self.variants:
@@ -128,9 +122,9 @@ class SearchJob(SearchSpace):
 
     @cached_property
     def _sampled(self) -> list[GroupBounds]:
-        """Up to four groups: those with the lowest, the middle and the highest tensor parallelism,
-        with a pipeline and room for the states if the space has such groups; the last is a group
-        whose exchanges overlap, because those refuse some methods."""
+        """Up to four groups on which methods are compared: those with the lowest, the middle and
+        the highest tensor parallelism, if possible with a pipeline and room for the states; and one
+        with overlapping exchanges, because such groups refuse some methods."""
         layouts = self._layouts
 
         def order(index: int) -> tuple[int, int]:
@@ -154,8 +148,8 @@ class SearchJob(SearchSpace):
         return [*map(self._group, dict.fromkeys(chosen))]
 
     def _samples(self) -> list[dict[Variant, Probe]]:
-        """Probes of every method by itself in the first of the `_sampled` groups, and in the other
-        groups of the methods that only rebuild."""
+        """The probes of single methods in the `_sampled` groups: of all methods in the first, and
+        of those that only rebuild in the others."""
         results: list[dict[Variant, Probe]] = []
         for bounds in self._sampled:
             again = (
@@ -181,23 +175,23 @@ class SearchJob(SearchSpace):
         return self._groups[index]
 
     def trials(self, choice: LayoutChoice) -> LayoutTrials:
-        """Return the trials of a layout, which all searches of the job share."""
+        """The trials of a layout, which all searches of the job share."""
         key = group_key(choice)
         index = next(i for i, each in enumerate(self._layouts) if group_key(each[0]) == key)
         return self._group(index).trials_at(self._layouts[index].index(choice))
 
 
 class Round(Struct, frozen=True):
-    """The input of a process for a round: the best step of all processes, in seconds, and whether
-    to search for the other plans of the table."""
+    """The input of a process for a round: the best step of all processes in seconds, and whether to
+    search for the further rows of the table."""
 
     best_s: float
     listing: bool
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """The answer of a process after a round: the plans simulated in the round, and its Search's
-    `bound_s`, `short_bytes`, `plans`, and counts of excluded and slower plans."""
+    """The answer of a process after a round: the trials of the round, and the state of its Search
+    (`excluded`: numbers of excluded and slower plans)."""
 
     trials: tuple[Trial, ...]
     bound_s: float
@@ -245,8 +239,8 @@ def rounds(
     most_rounds: int | None = None,
     limit_s: float = inf,
 ) -> Generator[Progress, None, None]:
-    """Yield the progress after each round.  The rounds end if the gap is proved and the first
-    `shown` plans are final (or LATER rounds have searched for them), if no plan is left, if none
+    """Yield the progress after each round.  The rounds end when the gap is proved and the first
+    `shown` plans are final (or LATER rounds have searched for them), when no plan is left or none
     left takes less than `limit_s`, or after `most_rounds` rounds."""
     pools: list[Pool[Round, State]] = [
         Pool(1, partial(Part, lists=shown > 1), (request, part, processes), LIMIT_S)
@@ -278,9 +272,9 @@ def rounds(
 
 
 def in_one_process(search: Search, *, most_work: int) -> tuple[list[Result], int]:
-    """Search in this process; return the plans that fit, fastest first, and the number of
-    simulations.  The search ends once its gap is proved, or with `most_work`.  It does not compute
-    the bytes that excluded plans lack, which would need full replays."""
+    """Run a search in this process; return the plans that fit, fastest first, and the number of
+    simulations.  It ends when its gap is proved or after `most_work`.  The bytes that excluded
+    plans lack are not computed, because that would need full replays."""
     trials = []
     for trial in search.run():
         if trial is not None:
@@ -310,8 +304,8 @@ def _after(
 
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """The plans that fit, fastest first.  Each layout keeps one plan per candidate and, among plans
-    with equal step times, only the plan that reserves the fewest bytes."""
+    """The trials that fit, fastest first.  Each layout keeps one plan per candidate and, among
+    plans with equal steps, the one that reserves the fewest bytes."""
 
     def order(trial: Trial) -> tuple[float, int]:
         evaluation = trial.result.evaluation
@@ -330,8 +324,8 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def place_of(result: Result) -> Hashable:
-    """A key that is equal for plans at one layout, with the same layers on each rank and the
-    optimizer's states in the same memory."""
+    """A key that is equal for plans with the same layout, the same layers on each rank and the same
+    places of optimizer states."""
     problem, system = result.problem, result.problem.system
     pieces = result.plan.state("optimizer").pieces if result.plan else None
     chosen = (system.host.optimizer_on_host, system.experts)
@@ -339,11 +333,9 @@ def place_of(result: Result) -> Hashable:
 
 
 MOST_LAYOUTS = 3
-"""Layouts at which a planner is solved: solving takes seconds at each."""
-
-
+"""The most layouts at which a planner is solved, because each takes seconds."""
 Task = tuple[str, LayoutChoice]
-"""A planner, and the layout to solve it at."""
+"""A planner and the layout at which to solve it."""
 
 
 class Solver:
@@ -363,8 +355,8 @@ class Solver:
 def solve_planners(
     job: SearchJob, fastest: Sequence[Result], *, limit_s: int, processes: int
 ) -> Iterator[Result]:
-    """Yield the results of planners; planners that end at one layout come together.  `fastest`: the
-    plans of the search, fastest first.  `limit_s`: CPU seconds for a planner at one layout."""
+    """Yield the results of planners, layout by layout.  `fastest`: the plans of the search, fastest
+    first.  `limit_s`: CPU seconds for a planner at one layout."""
     choices = list(dict.fromkeys(map(job.choice, fastest)))[:MOST_LAYOUTS]
     waiting = list(job.planners) if choices else []
     pool: Pool[Task, Result] = Pool(processes, Solver, (job.request,), limit_s)
@@ -372,7 +364,7 @@ def solve_planners(
         for choice in choices:
             pool.add([(method, choice) for method in waiting])
             answers = {method: answer for (method, _), answer in pool.run()}
-            for method in list(waiting):  # in one order, whichever ends first
+            for method in list(waiting):  # in a fixed order, whichever ends first
                 answer = answers[method]
                 if isinstance(answer, str):
                     waiting.remove(method)

@@ -1,6 +1,7 @@
-"""Plans beside the fastest: the simplest of its tie, and the best of a package's own options.
+"""Plans to show besides the fastest: the simplest that ties with it, and the best that a package
+reaches with its own options.
 
-Each is the answer of a search of its own, so neither depends on how many plans a table shows."""
+Each comes from a separate search, so neither depends on how many plans a table shows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,17 +19,15 @@ from rematbench.plugins.registry import IDENTITY, MethodError
 from rematbench.worlds.packages.process import baselines
 
 NEAREST = 10
-"""Plans of a search, fastest first, of which one may tie where the first does not: a tie between
-layouts is wider than one of a layout."""
-
-
+"""The number of plans of a search, fastest first, that are checked for a tie.  A later plan may tie
+although the first does not, because ties between layouts are wider than those at one layout."""
 Simple = tuple[int, bool]
-"""How simple a plan is: its number of methods, and whether it uses host memory."""
+"""How complex a plan is: its number of methods, and whether it uses host memory."""
 
 
 def simplest(job: SearchSpace, best: Result, run: Rounds) -> Result | None:
     """The simplest plan that ties with the fastest plan `best`: fewest methods, then without host
-    memory, then the fastest; None if that is `best`, or if a minute's search finds no other."""
+    memory, then fastest.  None if that is `best` or if a search of a minute finds no other."""
     methods = _methods(best)
     own = methods, bool(best.host_node_bytes)
     for level in product(range(0 if job.keeps else 1, methods + 1), (False, True)):
@@ -42,7 +41,7 @@ def simplest(job: SearchSpace, best: Result, run: Rounds) -> Result | None:
 
 
 def _tied(job: SearchSpace, best: Result, level: Simple, run: Rounds) -> Result | None:
-    """The fastest plan at a level that ties with `best`, as a row of its table."""
+    """The fastest plan of a complexity `level` that ties with `best`; None without such a plan."""
     request = replace(job.request, most_methods=level[0], hosts=level[1])
     limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=item) for item in (True, False)))
     near = job.completed([best, *_fastest(request, run, limit_s)])
@@ -50,15 +49,15 @@ def _tied(job: SearchSpace, best: Result, level: Simple, run: Rounds) -> Result 
 
 
 def _methods(result: Result) -> int:
-    """The number of a plan's methods; one that places states counts too."""
+    """The number of a plan's methods, those that place states included."""
     return len([name for name in result.family.split("+") if name != IDENTITY])
 
 
 def _fastest(
     request: SearchRequest, run: Rounds, limit_s: float, most_rounds: int | None = MINUTE
 ) -> Sequence[Result]:
-    """The first plans of a search, whose step takes less than `limit_s`; of a minute at most, or
-    until the gap is proved."""
+    """The first plans of a search for steps below `limit_s`, which runs for `most_rounds` or until
+    the gap is proved."""
     *_, end = run(request, shown=1, most_rounds=most_rounds, limit_s=limit_s)
     return end.results[:NEAREST]
 
@@ -66,10 +65,9 @@ def _fastest(
 def of_packages(
     job: SearchSpace, known: Sequence[Result], run: Rounds
 ) -> Iterator[tuple[str, Result | None]]:
-    """The packages that run the job's stack, each with the fastest plan of its own policies as a
-    row beside the first of the plans `known` (which have their engines); None if none fits.  A plan
-    is proved as the job's are, and no slower than the known plans that the package has options
-    for."""
+    """Yield each package that runs the job's stack, with the fastest plan of its own policies (None
+    if none fits).  The plan is proved like the job's, and no slower than those of the plans `known`
+    that the package has options for."""
     for name, entry in baselines().items():
         if job.request.engine or not _runs(entry.declared("stacks", ()), job.system):
             continue
@@ -88,9 +86,9 @@ def of_packages(
 def of_trainers(
     job: SearchSpace, known: Sequence[Result], run: Rounds
 ) -> Iterator[tuple[tuple[str, ...], str, Result | None]]:
-    """Groups of trainers that run the job's stack and have the same methods; for each group their
-    names, the keys that select the fastest plan of these methods (empty if none fits), and that
-    plan."""
+    """Yield each group of trainers that run the job's stack and offer the same methods: their
+    names, the configuration keys of the fastest plan of these methods (empty if none fits), and
+    that plan."""
     request = job.request
     alike: dict[tuple[str, ...], list[Trainer]] = {}
     for trainer in load_compare().trainers:

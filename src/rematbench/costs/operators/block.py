@@ -352,7 +352,7 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
     saved = (b.add(f"{name}_saved", s.tokens, s.vocab * wide, False), *beside)
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.loss.fused_loss else 4
-    scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
+    scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide, sharded=s.tp > 1)
     b.op(
         name=name,
         inputs=(logits,),
@@ -380,14 +380,17 @@ def _beside_loss(b: Builder) -> tuple[str, ...]:
     return tuple(b.add(n, b.s.tokens, b.s.vocab * w, False) for n, w in widths.items() if w)
 
 
-def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:
-    """Forward and backward scratch bytes of an unfused loss.
+def _loss_scratch(
+    system: System, logits_bytes: int, wide_bytes: int, *, sharded: bool
+) -> tuple[int, int]:
+    """Forward and backward scratch bytes of an unfused loss; `sharded`: of a part of the words.
 
     The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
     copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
     `model(x).float()` does not), and the copy without the last token.  Backward, unless in place:
     the gradients of the log-probabilities and of the fp32 logits, before the gradient of the logits
-    exists.
+    exists; of sharded logits the sum of both too (torch 2.11, distributed/tensor/parallel/loss.py,
+    `(grad_input + torch.exp(x)) * grad_output`).
     """
     shifted = wide_bytes if system.loss.shifts_logits else 0
     if system.loss.fused_loss:
@@ -396,4 +399,4 @@ def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[i
     if system.loss.loss_in_place:
         return copy + shifted, 0
     forward = copy + shifted if shifted else max(0, copy - logits_bytes)
-    return forward, 2 * wide_bytes - logits_bytes
+    return forward, (3 if sharded else 2) * wide_bytes - logits_bytes

@@ -155,8 +155,7 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str
 def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
     """Send each token once to each rank that has experts of it, which copies it for them; returns
     what a rank receives.  Source: DeepEP (deepseek-ai/DeepEP, README: is_token_in_rank)."""
-    share = float(reached_share(layout.ep, experts.active))
-    rows = ceil(_received(b, layout, experts) * share)
+    rows = ceil(_received(b, layout, experts) * reached_share(layout.ep, experts.active))
     tokens = b.add("dispatched", rows, b.model.hidden * b.e)
     _order(b, experts)
     _exchange(b, "dispatch", (x,), (tokens,))

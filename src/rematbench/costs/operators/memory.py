@@ -71,8 +71,8 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
 
 
 def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, int, int]:
-    """Bytes of a table in host memory that leave its rank's device, and of the rows that a step of
-    a rank would copy up (for the forward and the backward) and, as gradients, down."""
+    """Bytes that a table in host memory would free on its rank's device, and bytes of rows that a
+    step would copy up (for the forward and the backward) and down (their gradients)."""
     given, hidden = work.model.memory, work.model.hidden
     assert given is not None
     each = states.param_bytes + states.grad_bytes + states.optimizer_bytes

@@ -1,5 +1,5 @@
-"""Expands plans into actions; no other module does.  The simulator and the runtime read nothing but
-actions."""
+"""Expands plans into actions.  This is the only such place: the simulator and the runtime read
+nothing but actions."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -66,8 +66,8 @@ from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
-    """A class of equal (chunk, micro-batch) pairs: its number, its fates, and the storages whose
-    host copies outlive the forward."""
+    """A class of (chunk, micro-batch) pairs with equal blocks: its number, its fates, and the
+    storages whose copies to the host outlive the forward."""
 
     number: int
     fates: Fates
@@ -75,8 +75,8 @@ class PassClass(NamedTuple):
 
 
 class BlockCache:
-    """The cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
-    flags, and pass classes by the rules that cover a chunk."""
+    """A cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
+    flags; pass classes by the rules that reach a chunk."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -94,8 +94,8 @@ def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
     """Expand a plan into the actions of every rank.  Raise PlanError if the plan cannot be lowered.
-    `only`: the ranks whose passes are lowered, without the steps after the last pass; the remaining
-    ranks stay empty.  `partly`: some rules may match no tensor on these ranks."""
+    `only`: the ranks to lower, without the steps after their last pass; the other ranks stay empty.
+    `partly`: rules may match no tensor of these ranks."""
     check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
@@ -137,7 +137,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
-    """The chunks whose backward does not directly follow their forward."""
+    """The chunks with a forward that is not directly followed by its own backward."""
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -150,7 +150,8 @@ class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
-        if plan.halves and plan.transfers.reload_slots:  # slots would be full until the weights'
+        # Half backwards would keep a slot until the gradients of weights are computed.
+        if plan.halves and plan.transfers.reload_slots:
             plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         self.slices = max(1, len(plan.slices))
@@ -202,13 +203,14 @@ class _RankLowering:
         )
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass; its block is built at its first use on any rank."""
+        """Append a step after the last pass.  Its block is built when the first rank needs it."""
         if key not in self.block_index:
             self._place(key, build)
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
-        own = (*key, self.rank) if key[0] == "vocabulary" else key  # events name the other ranks
+        # Ranks share no block of a vocabulary, because its events name the other ranks.
+        own = (*key, self.rank) if key[0] == "vocabulary" else key
         if own not in self.shared.blocks:
             self.shared.blocks[own] = build()
         self.block_index[key] = len(self.blocks)
@@ -239,7 +241,7 @@ class _RankLowering:
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
-        """The class of every kind of pass; passes with equal fates share blocks."""
+        """The class of every kind of pass.  Passes of one class share blocks."""
         whole = self.plan.transfers.granularity == "chunk"
         kinds = pass_kinds(self.order, windows, self.slices).items()
         classes = [(kind, self._pass_class(kind, item)) for kind, item in kinds]
@@ -248,7 +250,7 @@ class _RankLowering:
         )
 
     def _pass_class(self, kind: PassKind, item: Pass) -> PassClass:
-        """The class of a kind of pass; equal chunks that the same rules cover share a class."""
+        """The class of a kind of pass.  Equal chunks that the same rules reach share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
         if self.ready:
@@ -312,7 +314,7 @@ class _RankLowering:
                 return release_block(COPIED_OUT, storages)
             case ("hold",):
                 return wait_block("hold", COPIED_OUT, "pp_send")
-            case ("sent_f", _):  # the output stays
+            case ("sent_f", _):  # The output stays alive for the chunk's backward.
                 return wait_block("sent", SENT["f"])
         return None
 
@@ -406,13 +408,14 @@ class _RankLowering:
         by_unit = self.leaving_gradients or self.update_in_backward
         leaving = bool(self.leaving and self.leaving[chunk.chunk])
         if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
-            return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
+            # Buckets and pieces span many layers, so no layer's actions can stand for others.
+            return emitter(chunk, fates).block()
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, transfers, ahead, emitter, forward=False)
 
     def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
-        """The half of a backward for gradients of inputs (`reduce` None) or of weights, which
-        reduces gradients if `reduce` says so."""
+        """The half of a backward that computes gradients of inputs (`reduce` None), or of weights;
+        the latter also reduces gradients if `reduce` is true."""
         transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:
@@ -436,13 +439,14 @@ class _RankLowering:
 
 
 class _SlicedLowering(_RankLowering):
-    """Builds the steps of a rank whose passes are of slices.  `parts`: the lowering of each slice,
-    which makes its blocks, and the places of its rules."""
+    """Builds the steps of a rank whose passes run slices of sequences.  `parts`: for each slice,
+    the lowering that makes its blocks, and the indices of its rules in the plan."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        chunks = range(problem.layout.vpp)  # in `apart`, no backward follows its own forward
+        # An order in which no backward directly follows its own forward.
+        chunks = range(problem.layout.vpp)
         apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):
             alone, places = of_slice(plan, number)

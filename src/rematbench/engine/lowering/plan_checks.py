@@ -56,8 +56,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
-            "reload_slots 1: a chunk is reloaded while the tensors of the chunk before are in use; "
-            "use 0 (new memory) or at least 2 slots"
+            "reload_slots 1: a chunk is reloaded while the backward of the previous chunk uses the "
+            "slot; use 0 (new memory) or at least 2 slots"
         )
     operators = {op.name for table in (*problem.layer_kinds, problem.head) for op in table.ops}
     for sequence in plan.mini_sequences:
@@ -84,9 +84,11 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
         stages_of(one.partition, model.num_layers) for one in (plan, problem.base_plan)
     )
     if [one.prediction for one in stages] != [one.prediction for one in usual]:
-        raise PlanError("the layout says which chunk has the layers that predict more tokens")
+        raise PlanError(
+            "partition moves layers that predict more tokens to another chunk than the layout's"
+        )
     if not all(virtual[1:-1]):
-        raise PlanError("partition has a chunk that holds nothing: give it a layer")
+        raise PlanError("partition has an empty chunk in the middle: give it a layer")
 
 
 def _check_cuts(plan: Plan, problem: Problem) -> None:
@@ -131,7 +133,7 @@ def _check_host_states(plan: Plan) -> None:
 def _check_pieces(plan: Plan, problem: Problem) -> None:
     cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
     if cut:
-        raise PlanError(f"pieces are of optimizer states, not of the {cut[0]} states")
+        raise PlanError(f"only optimizer states can be in pieces, not the {cut[0]} states")
     optimizer = plan.state("optimizer")
     pieces = optimizer.pieces
     if pieces is None:
@@ -142,7 +144,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
     home = "host" if away else "device"
     if optimizer.home != home:
         raise PlanError(
-            f"pieces {', '.join(away) or 'device'} are at home on the {home}: "
+            f"places {', '.join(away) or 'device'} of pieces keep their states on the {home}: "
             f"the optimizer's home is {optimizer.home}, and must be {home}"
         )
     if why := too_early(plan, problem, pieces):
@@ -156,7 +158,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
 
 
 def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
-    """Why pieces cannot start in the last backward; empty if they can or do not."""
+    """Why pieces cannot be updated during the last backward; empty if they can, or need not."""
     if pieces.start == "norm":
         return ""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
@@ -190,13 +192,13 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
     at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
     if at != sorted(at):
         raise PlanError(
-            "pieces that start as their gradients become ready need last backwards from the last "
-            "chunk to the first"
+            "pieces that start as their gradients become ready need the chunks' last backwards in "
+            "order from the last chunk to the first"
         )
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return the feature of a plan that CUDA graphs do not support, as text; empty if none.
+    """Return why the stack's CUDA graphs do not support a plan; empty if they do.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
@@ -214,7 +216,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
         and any(_whole(fate) for fate in fates),
         "the module moe recomputed": "moe_router" in kernels.cuda_graphs
         and any("router_scores" in (rule.select.activations or ()) for rule in plan.rules),
-        "recomputation in another operator's window": any(
+        "recomputation during another operator's collective": any(
             isinstance(fate, Recompute) and fate.window is not None for fate in fates
         ),
         "parameters gathered per layer": gathered,
@@ -232,9 +234,8 @@ def _whole(fate: Fate) -> bool:
 
 def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
     """Raise PlanError for a rule that matches no saved tensor of any rank, and for an activation
-    name that no model has.  `matched`: the indices of the rules that match; None skips the first
-    check, because some ranks are not lowered.  The second check finds a misspelt name in a list
-    with names that match.  Names of other models pass."""
+    name that no model has (a misspelt name among others that match).  `matched`: the indices of the
+    rules that match; None skips the first check, because some ranks are not lowered."""
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     activations = {name for table in tables for name in table.activations}
     for index, rule in enumerate(plan.rules if matched is not None else ()):
@@ -249,8 +250,8 @@ def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -
 
 
 def _select_text(select: Select, names: Collection[str]) -> str:
-    """A selector's restrictions as text, with the nearest of `names` for an activation that is not
-    among them."""
+    """A selector's restrictions as text.  If an activation is not among `names`, the text suggests
+    the most similar one."""
     values = {key: value for key, value in asdict(select).items() if value not in (None, False)}
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
     unknown = [name for name in select.activations or () if name not in names]

@@ -1,4 +1,4 @@
-"""The order of a rank's steps (passes, messages, copies, releases), as keys of blocks.
+"""The order of a rank's steps (passes, messages, copies, releases), given as keys of blocks.
 
 Plans of one layout often differ in the contents of blocks but rarely in their order.  The order
 depends on few facts, so it is computed once for all plans with equal facts.
@@ -15,7 +15,7 @@ from rematbench.engine.program.storage import Slot, Storage
 from rematbench.plan import Pass, Phase
 
 Key = tuple[object, ...]
-"""The key of a block: its kind, then the class of passes, storage or slot that it handles."""
+"""The key of a block: its kind, then the pass class, the storage or the slot that it handles."""
 
 Window = tuple[int, int]
 """A range [first, end) of micro-batches that a rule of the plan selects."""
@@ -26,7 +26,7 @@ class PassKind(NamedTuple):
 
     chunk: int
     phase: Phase
-    inside: tuple[bool, ...]  # for each window, whether it contains the micro-batch
+    inside: tuple[bool, ...]  # whether each window contains the micro-batch
     slice: int = 0
 
 
@@ -47,7 +47,7 @@ class PassFacts(NamedTuple):
 
 
 WIDE: tuple[Key, Key] = ((), ("wide",))
-"""What the key of a message has more if the message is narrow, and if it is wide."""
+"""The end of a message's key: of a narrow message, and of a wide one."""
 
 
 class StepFacts(NamedTuple):
@@ -59,7 +59,7 @@ class StepFacts(NamedTuple):
     classes: tuple[tuple[PassKind, PassFacts], ...]
     release_lag: int
     reload_slots: int
-    hold_phases: tuple[Phase, ...]  # phases in which a copy ends before the pass's send starts
+    hold_phases: tuple[Phase, ...]  # phases in which copies end before the pass's send starts
     overlapped_sends: bool  # a send runs during the next pass, and its buffer is freed after that
     holds_outputs: bool  # a chunk's output is freed after its backward
     gather: bool  # parameters are gathered in every forward
@@ -69,8 +69,8 @@ class StepFacts(NamedTuple):
     sum_first: bool  # each chunk's first backward allocates sums of gradients
     pairs: bool = False  # a backward and the forward after it overlap their exchanges
     slices: int = 1  # slices of a sequence have consecutive numbers of passes
-    barriers: int | None = None  # if stages share a vocabulary: barriers of a micro-batch
-    update_last: bool = False  # pieces of states are updated from each chunk's last backward on
+    barriers: int | None = None  # barriers of a micro-batch, if stages share a vocabulary
+    update_last: bool = False  # pieces of states are updated during each chunk's last backward
 
 
 class RankSteps(NamedTuple):
@@ -87,7 +87,7 @@ def pass_kinds(
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows, slices)
     for item in order:
-        if item.forward:  # its backward is of the same kind
+        if item.forward:  # Its backward has the same kind.
             found.setdefault(kinds[item[1:]], item)
     return found
 
@@ -106,14 +106,18 @@ def _kinds(
     }
 
 
+LAYERS_BACKWARD = (False, "B", "W")
+"""Kinds of passes backward of a chunk's layers."""
+
+
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
-    own = (item for item in reversed(order) if item.of_layers)
-    return {item.chunk: item for item in own if item.forward is forward}
+    kinds = (True,) if forward else LAYERS_BACKWARD
+    return {item.chunk: item for item in reversed(order) if item.kind in kinds}
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
     """Return the last backward of each chunk, after which its gradients are complete."""
-    return {item.chunk: item for item in order if item.of_layers and not item.forward}
+    return {item.chunk: item for item in order if item.kind in LAYERS_BACKWARD}
 
 
 @lru_cache(maxsize=256)
@@ -138,8 +142,8 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.due: dict[int, list[Release]] = {}  # by position
-        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # position and release
+        self.due: dict[int, list[Release]] = {}  # by the position at which they are due
+        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # due position, release
         self.releases = 0
         self.fetches = 0
         self.copying: Pass | None = None
@@ -173,10 +177,10 @@ class _Walk:
         self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """The positions at which each backward's H2D copies are issued: copies of a whole chunk
-        when the previous backward starts; copies of one layer, and of the first backward, when the
-        previous pass starts.  None is issued before the forward of the same micro-batch and chunk
-        is done."""
+        """The backwards whose H2D copies are issued at each position.  Copies of a whole chunk are
+        issued when the previous backward starts; copies of one layer, and those of the first
+        backward, when the previous pass starts.  No copy is issued before the forward of the same
+        micro-batch and chunk is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -210,11 +214,11 @@ class _Walk:
             at = position + facts.release_lag
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
-            # In the plan's phases, the copy that runs during this pass ends before its send starts.
+            # In these phases the copy that runs during this pass ends before the send starts.
             if self.copying is not None and self.phase[item[1:]] in facts.hold_phases:
                 self._add(("hold",), self.copying)
             free, word = "sent_f" if facts.holds_outputs or ends.local else "free_f", ends.word("f")
-            if ends.local and facts.overlapped_sends:  # its backward reads the output, too
+            if ends.local and facts.overlapped_sends:  # The backward frees the output it reads.
                 self._add(("send", word, ends.output, *WIDE[ends.wide_out]), item)
             else:
                 self._send(item, position, (word, free), (ends.output, ends.wide_out))
@@ -248,7 +252,7 @@ class _Walk:
             self._send(item, position, (ends.word("b"), "free_b"), (back, ends.wide_in))
 
     def _shared(self, item: Pass) -> None:
-        """A pass of a vocabulary that all stages share, behind what it waits for."""
+        """Add a pass of a vocabulary that all stages share, after the step for which it waits."""
         if item.kind == "S" and not self.facts.chunks[0].last:
             self._add(("vocabulary", "recv_x"), item)
         if item.kind == "T":
@@ -258,21 +262,21 @@ class _Walk:
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]
     ) -> None:
-        """Send an activation or its gradient; `sent`: its storage, and whether it is wide; `keys`:
-        the message's word, and the key of the block that waits for the send."""
+        """Send an activation or its gradient.  `sent`: its storage, and whether it is wide; `keys`:
+        the message's word, and the kind of the block that waits for the send."""
         (word, free), (storage, wide) = keys, sent
         self._add(("send", word, storage, *WIDE[wide]), item)
         self._release_at(position + self.facts.overlapped_sends, (free, storage), item)
 
     def _release_at(self, position: int, key: Key, item: Pass) -> Release:
-        """Wait for a copy or a send, and free its device storages, at a later position."""
+        """Plan a release at a later position: wait for a copy or a send, and free its storages."""
         self.releases += 1
         release = (self.releases, key, item)
         self.due.setdefault(position, []).append(release)
         return release
 
     def _fetch(self, item: Pass) -> None:
-        """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
+        """Issue the H2D copies of a (chunk, micro-batch), after its device storages are freed."""
         self._release_copies(item)
         number, _, whole = self.class_of[item[1:]]
         slots = self.facts.reload_slots if whole else 0
@@ -281,7 +285,7 @@ class _Walk:
         self._add(("H2D", number, slot), item)
 
     def _release_copies(self, item: Pass) -> None:
-        """Release the device storages of a (chunk, micro-batch) now, unless they are released."""
+        """Free the offloaded device storages of a (chunk, micro-batch) now, if they still exist."""
         position, release = self.copied.pop(item[1:], (-1, None))
         waiting = self.due.get(position, [])
         if release is not None and release in waiting:

@@ -1,12 +1,12 @@
 """Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
 
 Deep in a chunk of equal layers, every layer has the same actions as the layer before, with the next
-number in each storage and later events.  So the emitters write a chunk without most of the
+layer number in each storage and later events.  So the emitters write a chunk without most of the
 equal layers, and the actions of one *period* in its middle are repeated.  A period is one layer, or
 as many layers as there are rounding buffers, because layers take the buffers in turn.  Three
-neighbouring periods must be alike, and only storages of the chunk's ends, such as the residual's
-gradient, may cross the missing layers.  Otherwise the whole chunk is written.  Tests compare the
-result with the block of the whole chunk.
+neighbouring periods must be alike, and only storages that belong to the chunk's ends, such as the
+residual's gradient, may be used across the missing layers.  Otherwise the whole chunk is written.
+Tests compare the result with the block of the whole chunk.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +35,9 @@ class Emitter(Protocol):
 
 class Short(NamedTuple):
     """A chunk without most of its equal layers, and its fates.  `first`: the number of the period's
-    first layer; `period`: the number of layers in a period; `margin`: the number of equal layers on
-    each side of the period; `reach`: by how many layers copies and gathers run ahead or behind;
-    `dropped`: the number of missing layers, a multiple of `period`."""
+    first layer; `period`: how many layers a period has; `margin`: how many equal layers lie on each
+    side of the period; `reach`: by how many layers copies and gathers run ahead or lag;
+    `dropped`: how many layers are missing, a multiple of `period`."""
 
     chunk: ChunkOps
     fates: Fates
@@ -49,17 +49,17 @@ class Short(NamedTuple):
 
     @property
     def low(self) -> int:
-        """The last layer that is below all layers near the period."""
+        """The last layer below the period and its margin."""
         return self.first - self.margin
 
     @property
     def high(self) -> int:
-        """The first layer that is above all layers near the period."""
+        """The first layer above the period and its margin."""
         return self.first + self.period + self.margin
 
     def shift(self, layers: int, events: int, above: int) -> LayerShift:
-        """Return a renaming that adds `layers` to the numbers of layers near the period, and
-        `above` to the numbers of layers above."""
+        """Return a renaming that adds `layers` to the numbers of layers in the period and its
+        margin, and `above` to the numbers of layers above them."""
         return LayerShift(layers, events, self.low, self.high, above)
 
 
@@ -72,8 +72,8 @@ def block_of(
     *,
     forward: bool,
 ) -> Block:
-    """Return a chunk's block from its emitter, by way of a short chunk if the result is the same.
-    `ahead`: by how many layers gathers of parameters run ahead."""
+    """Return a chunk's block, written by its emitter; a short chunk is written instead if repeating
+    its period gives the same block.  `ahead`: by how many layers parameter gathers run ahead."""
     short = short_chunk(chunk, fates, transfers, ahead)
     if short is not None:
         writer = emitter(short.chunk, short.fates)
@@ -87,9 +87,9 @@ def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int)
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
-    margin = max(reach + 2, 2 * period)  # references beyond the reach still meet an equal layer
+    margin = max(reach + 2, 2 * period)  # Layers just beyond the reach must be equal, too.
     around, least = 2 * margin + period, MIN_SHARE * len(chunk.layers)
-    if len(chunk.layers) - around < least:  # even if all layers are equal
+    if len(chunk.layers) - around < least:  # Even with equal layers, too few could be dropped.
         return None
     start, stop = _longest_equal(chunk, fates)
     dropped = (stop - start - around) // period * period
@@ -108,7 +108,7 @@ def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int)
 
 def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
     """The longest run [first, last + 1) of layers with one operator table and equal fates.  A layer
-    that is rebuilt with a group, or during a collective of another layer, differs from all."""
+    that is rebuilt with a group, or in a window, counts as different from all others."""
     kinds: list[object] = []
     for unit in chunk.layer_unit.values():
         own = [fates[site] for _, _, site in chunk.saved(unit)]
@@ -125,9 +125,9 @@ def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
 def repeat_period(
     short: Short, block: Block, unit_starts: Sequence[Position], *, forward: bool
 ) -> Block | None:
-    """Return the whole chunk's block from the short chunk's block; None if the periods are not
-    alike or refer to distant layers.  `unit_starts`: where the actions of each unit begin, in the
-    block's order."""
+    """Return the whole chunk's block, made from the short chunk's block; None if the periods are
+    not alike or refer to distant layers.  `unit_starts`: where each unit's actions begin, in the
+    order of the block."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
     at = order.index(part_of("L", short.first if forward else short.first + short.period - 1))
@@ -145,7 +145,7 @@ def repeat_period(
 
 
 def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
-    """Whether each period between the edges is the period before under the names of `shift`."""
+    """Whether each period between the edges is the previous one, renamed by `shift`."""
     written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
     inside = [_inside(block, a, b) for a, b in pairwise(edges)]
     return all(shift.of(one) == [*other] for one, other in pairwise(written)) and all(
@@ -154,14 +154,14 @@ def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
 
 
 def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: bool) -> Block:
-    """The block in which its period, the second of three between the edges, is repeated."""
+    """The block with its period repeated: the second of the three periods between the edges."""
     _, start, end, _ = edges
     times, gap = short.dropped // short.period + 1, short.dropped
     first, events = 0 if forward else gap, end.event - start.event
     layers = short.period if forward else -short.period
     near = (short.low + first, short.high + first)
     up = [*block.written[: end.action]]
-    if not forward:  # a forward's first layers keep their numbers
+    if not forward:  # The first layers of a forward keep their numbers; those of a backward do not.
         up = short.shift(first, 0, gap).of(up)
     tail = short.shift(gap - first, (times - 1) * events, gap).of(block.written[end.action :])
     periods = Periods(
@@ -186,8 +186,8 @@ def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
-    """Whether an action below the missing layers names a layer near the period above them, or the
-    reverse."""
+    """Whether an action below the missing layers uses a storage of a layer that is close above
+    them, or the reverse."""
     near = range(short.first - short.reach, short.first + short.period + short.reach + 1)
     return any(short.high > number >= near.stop for number in _layers(lower)) or any(
         short.low < number < near.start for number in _layers(upper)

@@ -1,9 +1,9 @@
 """Samples of differing lengths, which change the bytes that the allocator reserves.
 
-A cached segment serves no larger request, so each longer micro-batch makes new segments beside
-those of shorter ones.  Lengths follow a gamma distribution of the data's mean and spread, cut off
+A cached segment cannot serve a larger request, so each longer micro-batch adds new segments to
+those of shorter ones.  Lengths follow a gamma distribution with the data's mean and spread, cut off
 at the sequence length.  They come in the order of van der Corput's sequence, so that a prediction
-needs no seed.
+needs no random seed.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from rematbench.problem import Problem
 from rematbench.workload import Workload
 
 MICRO_BATCHES = 128
-"""How many micro-batches are replayed (fitted: ms-swift's sheet of Qwen models up to 2,048 tokens;
-the reserved bytes grow with the logarithm of their number)."""
+"""The number of replayed micro-batches, on whose logarithm the reserved bytes depend (fitted to
+ms-swift's sheet of Qwen models up to 2,048 tokens)."""
 POPULATION = 4096
-"""The number of sorted lengths of which the sequence takes quantiles."""
+"""The number of sorted lengths from which quantiles are taken."""
 
 
 def with_samples(
     rank: RankProgram, plan: Plan, problem: Problem, lower: Callable[[Plan, Problem], Program]
 ) -> RankProgram:
     """The rank's program with the lengths of its micro-batches.  `lower` expands the plan for two
-    shorter sequences; the bytes at another length follow from those of the three, because those
-    of a tensor are a polynomial of the length of degree two at most."""
+    shorter sequences.  Bytes at any length follow from those at the three lengths, because a
+    tensor's bytes are a polynomial of the length, of degree two at most."""
     work = problem.workload
     at = (work.seq_len, work.seq_len // 2, work.seq_len // 4)
     shorter = []

@@ -1,11 +1,12 @@
 """Writes the passes of a vocabulary that all stages share (Yeung et al. 2024, arXiv 2411.05288).
 
-Every stage has 1 / pp of the rows of the input table and of the output projection.  Pass S makes a
-stage's logits of a micro-batch from the last stage's output, and their part of the softmax; pass T
-makes the gradient of its rows.  With one barrier (Algorithm 2) S also makes its part of the
-output's gradient, which one all-reduce sums and corrects by the maxima and sums of all stages; with
-two (Algorithm 1) an all-reduce of these vectors comes before T, which makes that part, and another
-sums it.  The lookup of the input table and its sum are part of S, its gradient part of T.
+Every stage has 1 / pp of the rows of the input table and of the output projection.  Pass S computes
+a stage's logits of a micro-batch from the last stage's output, and their part of the softmax; pass
+T computes the gradient of the stage's rows.  With one barrier (Algorithm 2), S also computes the
+stage's part of the output's gradient; one all-reduce sums the parts and corrects them by the maxima
+and sums of all stages.  With two (Algorithm 1), these vectors are all-reduced before T, which then
+computes that part, and a second all-reduce sums the parts.  S includes the lookup in the input
+table and its sum, T the gradient of the lookup.
 Source: sail-sg/VocabularyParallelism 6191c3bf, megatron/core/tensor_parallel/vocab_output.py.
 """
 
@@ -49,8 +50,8 @@ class SharedVocabulary:
         self.looked_up = problem.embedding.activations["layer_input"].nbytes
 
     def block(self, what: str) -> Block:
-        """The block of a step: the message of the last stage's output to the others, its arrival,
-        passes S and T, and the all-reduces before T and before the backward."""
+        """The block of a step: sending the last stage's output to the others (send_x), receiving it
+        (recv_x), pass S or T, the all-reduce before T (sum_s) or before the backward (sum_g)."""
         match what:
             case "send_x":
                 return self._send_output()
@@ -119,13 +120,13 @@ class SharedVocabulary:
         return w.finish("T", survivors, arrivals)
 
     def _arrive(self, w: BlockWriter, barrier: str) -> None:
-        """Let every other stage know that this stage's part exists."""
+        """Tell every other stage that this stage's part is computed."""
         w.wait("dp", w.mark(COMPUTE))
         for other in self.others:
             w.add(Action(kind=Kind.SEND, stream="dp", op=f"{barrier}{other}"))
 
     def _sum(self, barrier: str, nbytes: int, *, gradient: bool) -> Block:
-        """All-reduce `nbytes`, and the output's gradient, once every stage has its part."""
+        """All-reduce `nbytes` (and the output's gradient) once all stages have their parts."""
         w = BlockWriter()
         for other in self.others:
             event = received(f"{barrier}{other}")

@@ -1,10 +1,11 @@
-"""Slices of a sequence as passes of their own (Li et al. 2021, arXiv 2102.07988).
+"""Passes that each run one slice of a sequence (Li et al. 2021, arXiv 2102.07988).
 
-A slice is a job of its own length, but for attention: its queries read the keys and values of the
-slices before it, which live until the backward of their own slice, and its backward adds to their
-gradients.  So a slice's blocks are those of a problem of that length; here their tensors, events
-and messages get the slice's number, and attention the tensors of other slices.  Backwards come in
-reverse order: the last slice's makes the gradients of all keys and values.
+Except in attention, a slice is like a sequence of its length.  In attention its queries read the
+keys and values of earlier slices, which live until the backward of their own slice, and its
+backward adds to their gradients.  So a slice has the blocks of a problem of that length; this
+module adds the slice's number to their tensors, events and messages, and the tensors of other
+slices to attention.  Backwards come in reverse order: that of the last slice allocates the
+gradients of all keys and values.
 """
 
 from dataclasses import dataclass
@@ -38,18 +39,18 @@ from rematbench.plan import Keep, Plan, PlanError, Rule, Select
 from rematbench.problem import Problem
 
 KEYS = ("k", "v")
-"""What later slices read."""
+"""The activations that later slices read."""
 BY_SLICE = frozenset(
     {COPIED_OUT, COPIED_IN, *(each[d] for each in (ENDED, RECEIVED, SENT) for d in "fb")}
 )
-"""Events of which each slice has its own."""
+"""Events that each slice records separately."""
 MARK = "%"
 
 
 @dataclass(frozen=True, eq=False)
 class SliceProblem(Problem):
-    """The problem of one slice: a sequence of its tokens, behind `context` tokens of which only
-    keys and values are read."""
+    """The problem of one slice: a sequence of its tokens, which follow `context` tokens whose keys
+    and values attention reads."""
 
     context: int = 0
 
@@ -75,7 +76,7 @@ def behind(op: Op, context: int) -> Op:
 
 
 def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProblem, ...]:
-    """The problem of each slice of so many tokens; PlanError for a length that the layout
+    """The problem of each slice, from its number of tokens; PlanError for a length that the layout
     refuses."""
     key = ("slices", slices)
     known = problem.chunks.get(key)
@@ -98,8 +99,8 @@ def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProb
 
 
 def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
-    """The plan of one slice, in which keys and values stay on the device whatever the rules say,
-    and the places of its other rules in the whole plan."""
+    """The plan of one slice, and the index of each of its rules in the whole plan.  A last rule
+    keeps keys and values on the device, whatever the other rules say."""
     places = [
         place
         for place, rule in enumerate(plan.rules)
@@ -112,13 +113,13 @@ def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
         )
         for place in places
     )
-    moves = replace(plan.transfers, reload_slots=0)  # slots have no slices
+    moves = replace(plan.transfers, reload_slots=0)  # Slots are not modelled for slices.
     rules = (*rules, Rule(Select(parts=("layer",), activations=KEYS), Keep()))
     return replace(plan, slices=(), rules=rules, transfers=moves), places
 
 
 class SliceNames(NamedTuple):
-    """The renaming of a slice's tensors: they get its number, as pieces do."""
+    """A renaming that adds the slice's number to tensors, in place of a piece's number."""
 
     number: int
     events: int = 0
@@ -131,8 +132,8 @@ class SliceNames(NamedTuple):
 
 
 def sliced(block: Block, slices: tuple[int, ...], number: int, kinds: int) -> Block:
-    """A block of slice `number` with the slice's names.  `kinds`: the model's distinct layers, by
-    which actions of one slice differ from those of the next."""
+    """A block of slice `number`, with the slice's number in its names.  `kinds`: the number of the
+    model's distinct layers, which separates the variants of two slices."""
     names = SliceNames(number)
     written = tuple([_of_slice(action, names, slices, kinds) for action in block.written])
     return Block(block.label, written, block.periods)
@@ -166,8 +167,8 @@ def _earlier(action: Action, number: int, role: Role = Role.ACTIVATION) -> list[
 
 
 def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
-    """Attention's backward: the last slice's makes the gradients of the keys and values of all
-    slices, the others add to them from a tensor that only they use."""
+    """Attention's backward: the last slice's allocates the gradients of the keys and values of all
+    slices; the others add to them from scratch memory."""
     own = {alloc.storage.tensor: alloc for alloc in action.allocs if alloc.storage.tensor in KEYS}
     each = {name: alloc.nbytes // slices[number] for name, alloc in own.items()}
     reads = (*action.reads, *_earlier(action, number))
@@ -185,7 +186,7 @@ def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
 
 
 def slice_of(action: Action) -> int:
-    """Return the number of the slice whose tensors an action makes or reads first; 0 for an action
-    of no slice."""
+    """Return the number of the slice of an action, from the first tensor that it allocates or
+    reads; 0 without such a tensor."""
     storages = (*(alloc.storage for alloc in action.allocs), *action.reads)
     return next((each.piece for each in storages if each.piece is not None), 0)

@@ -40,8 +40,8 @@ def tied_recv_block(nbytes: int) -> Block:
 
 
 def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
-    """Receive a boundary activation (or, in a backward's direction, its gradient) into new memory.
-    The event records its arrival."""
+    """Receive a boundary activation (or, in the direction of the backward, its gradient) into new
+    memory.  The event records its arrival."""
     forward = direction[0] != "b"
     action = Action(
         kind=Kind.RECV,
@@ -80,7 +80,8 @@ def d2h_block(storages: Storages) -> Block:
 
 def h2d_block(storages: Storages, slot: Slot | None) -> Block:
     w = BlockWriter()
-    w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
+    # Compute has waited for the D2H copies, and it frees the memory that these copies need.
+    w.wait("h2d", w.mark(COMPUTE))
     emit_copies(w, Kind.H2D, storages, COPIED_IN, slot)
     return Block("H2D", tuple(w.actions))
 
@@ -95,7 +96,7 @@ def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
 
 
 def free_block(storages: tuple[Storage, ...], label: str = "release") -> Block:
-    """Free a chunk's gathered parameters, its shards of gradients, or an output that stayed."""
+    """Free storages: a chunk's gathered parameters, its gradient shards, or its output."""
     return Block(label, (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
@@ -106,8 +107,8 @@ def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:
 
 
 def reduce_block(comms: Sequence[Comm], scratch: int = 0) -> Block:
-    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: bytes of
-    buckets and of the copy that is reduced."""
+    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: the bytes of
+    buckets and of the bucket's copy on which the collective works."""
     w = BlockWriter()
     for comm in comms:
         w.collective(comm, NO_PART, "gradients", [], [])

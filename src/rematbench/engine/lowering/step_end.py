@@ -92,8 +92,8 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _end_amaxes(steps: Steps, problem: Problem) -> None:
-    """After the update of quantised parameters, reduce the largest elements of shards of weights,
-    or of their blocks where scales are in fp32 (TransformerEngine 2.x, pytorch/tensor/utils.py:
+    """After the update of quantised parameters, reduce the largest elements of weight shards, or of
+    their blocks if scales are in fp32 (TransformerEngine 2.x, pytorch/tensor/utils.py:
     cast_master_weights_to_fp8; torchao 0.9, float8/fsdp_utils.py:
     precompute_float8_dynamic_scale_for_fsdp)."""
     recipe, tables = problem.cost.recipe, [u.table for c in steps.chunks for u in c.units]
@@ -108,14 +108,14 @@ def _end_amaxes(steps: Steps, problem: Problem) -> None:
 
 
 def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Free the parameters and reduce the gradients that a rank holds until its last pass.  They
-    belong to the micro-batches that allocated them."""
+    """Free the parameters and reduce the gradients that a rank holds until its last pass.  Each is
+    freed under the micro-batch that allocated it."""
     opening = first_passes(steps.order, forward=True)
     summing = first_passes(steps.order, forward=False)
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
             copies = held_copies(plan, problem, chunk)
-            # A block has one number of bytes, and equal names can have other bytes elsewhere.
+            # The key has the bytes, because other ranks may free other bytes under equal names.
             key = ("release", copies, _parameters(chunk), _expert_parameters(chunk))
             steps.add(key, partial(free_block, copies), opening[chunk.chunk])
         if sums_gradients(plan):
@@ -164,9 +164,7 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _expert_parameters(chunk: ChunkOps) -> int:
-    if chunk.problem.workload.model.experts is None:
-        return 0
-    return sum(unit.trained_experts for unit in chunk.units)
+    return sum(unit.table.trained_experts for unit in chunk.units)
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:

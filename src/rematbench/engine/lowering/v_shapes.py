@@ -1,4 +1,4 @@
-"""Orders of passes whose chunks turn at the last rank: ZB-V, V-Half and V-Min."""
+"""Orders of passes whose chunks turn back at the last rank: ZB-V, V-Half and V-Min."""
 
 from functools import lru_cache
 
@@ -9,14 +9,14 @@ CHUNK_PASSES = 6
 
 
 def most_chunks(shape: Shape, pp: int) -> int:
-    """Return how many chunks, of all micro-batches, a rank keeps at most; two chunks are as large
-    as a stage of plain 1F1B."""
+    """Return the most (micro-batch, chunk) pairs whose activations a rank keeps; two chunks are as
+    large as a stage of plain 1F1B."""
     return {"zb-v": 2 * pp, "v-half": pp + 2, "v-min": 2 * ((pp + 4) // 3)}[shape]
 
 
 def _slots(shape: Shape, rank: int, pp: int) -> tuple[int, int, int, int]:
-    """The slots of a micro-batch's forwards of chunk 0 and 1, and of its input gradients of chunk 1
-    and 0; the next micro-batch comes six slots later."""
+    """The time slots of a micro-batch's forwards of chunks 0 and 1, and of its input gradients of
+    chunks 1 and 0.  Each further micro-batch comes six slots later."""
     if shape == "v-min":
         gap = 2 if pp % 3 == 0 else 0
         return rank, 2 * pp - rank - 1, 2 * pp + gap + rank, 4 * pp + gap - rank - 1
@@ -32,11 +32,11 @@ def _slots(shape: Shape, rank: int, pp: int) -> tuple[int, int, int, int]:
 def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     """Return the passes of every rank in issue order (Qi et al. 2024, arXiv 2405.15362).
 
-    A rank runs forwards and input gradients in the order of their slots, as early as it can,
-    keeps no more than `most_chunks`, and runs a weight gradient wherever it would wait.  With
-    passes of equal seconds a step takes 6 m + pp - 1 of them under ZB-V, 6 m + 3 (pp - 1) under
-    V-Half (even pp) and 6 m + 4 pp - 5 under V-Min (4 pp - 3 if pp is a multiple of 3); 1F1B takes
-    6 m + 6 (pp - 1).
+    A rank runs forwards and input gradients in the order of their slots, as early as it can, keeps
+    no more than `most_chunks`, and runs a weight gradient whenever it would wait.  If all passes
+    take equal seconds, a step of m micro-batches takes 6 m + pp - 1 passes under ZB-V, 6 m +
+    3 (pp - 1) under V-Half (even pp) and 6 m + 4 pp - 5 under V-Min (6 m + 4 pp - 3 if pp is a
+    multiple of 3); 1F1B takes 6 m + 6 (pp - 1).
     """
     kinds = (Pass(True, 0, 0), Pass(True, 0, 1), Pass("B", 0, 1), Pass("B", 0, 0))
     due = [

@@ -31,11 +31,11 @@ class Kind(Enum):
     ALLOC = "ALLOC"
     EVENT = "EVENT"
 
-    __hash__ = object.__hash__  # by identity: Enum's own hashes the name each time
+    __hash__ = object.__hash__  # Enum's own hashes the name at every call, which is slow.
 
 
 COMPUTE, HOST_UPDATE = "compute", "host_update"
-"""The streams of kernels, and of an optimizer that runs on the rank's own CPU cores."""
+"""The streams of kernels, and of optimizer updates on the rank's own CPU cores."""
 STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE, "ep")
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 
@@ -72,15 +72,16 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def tenant(self) -> ModelPart:
-        """What shares a staging slot at the same time: in a rounding buffer the tensors of a part,
-        elsewhere all tensors of a (micro-batch, chunk)."""
+        """The part whose tensors share the staging slot at the same time; NO_PART if all tensors of
+        a (micro-batch, chunk) do, as in every slot that is no rounding buffer."""
         by_layer = self.slot is not None and self.slot.by_layer
         return self.storage.part if by_layer else NO_PART
 
 
 class Rows(Struct, frozen=True, gc=False):
-    """The rows on which an action works, as shares of its operator's rows: `fraction` of them, with
-    `offset` before them.  `columns`: the share of the operator's output columns computed."""
+    """The rows on which an action works, as shares of its operator's rows: `fraction` is their
+    number, and `offset` the rows before them.  `columns`: the share of the operator's output
+    columns that is computed."""
 
     fraction: float = 1.0
     offset: float = 0.0
@@ -88,10 +89,10 @@ class Rows(Struct, frozen=True, gc=False):
 
 
 class Exchange(Struct, frozen=True, gc=False):
-    """What an action exchanges, and what runs at the same time.  `comm`: its collective; `begin`:
-    the event that is recorded when the action starts; `overlaps`: the stream of a collective that
-    runs during a compute action; `beside`: the pass of another micro-batch, forward or backward,
-    during which an exchange of experts runs."""
+    """An action's collective (`comm`), and what runs at the same time.  `begin`: the event that is
+    recorded when the action starts; `overlaps`: the stream of a collective that runs during a
+    compute action; `beside`: the pass of another micro-batch (forward or backward) during which an
+    exchange of experts runs."""
 
     comm: Comm | None = None
     begin: Event | None = None
@@ -106,10 +107,10 @@ WHOLE, ALONE = Rows(), Exchange()
 class Action(Struct, frozen=True, kw_only=True, gc=False):
     """An action of a block, relative to the block's micro-batch and chunk.
 
-    `part`: the action's unit, or a piece of optimizer states; `variant`: the index of its layer
-    among the model's distinct layers; `op`: the operator or tensor.  `event` is recorded when the
-    action ends; a WAIT holds its stream until the event `wait`.  `nbytes`: a copy's payload;
-    `scratch`: bytes that only the action itself uses.
+    `part`: the unit (embedding, layer, head) or the piece of optimizer states on which the action
+    works; `variant`: the index of its layer among the model's distinct layers; `op`: the operator
+    or tensor.  `event` is recorded when the action ends; a WAIT holds its stream until the event
+    `wait`.  `nbytes`: a copy's payload; `scratch`: bytes that only the action itself uses.
     """
 
     kind: Kind

@@ -6,8 +6,8 @@ large pool (segments of 20 MiB for requests below 10 MiB, otherwise of the size 
 MiB); best fit; a remainder is split off when it has at least 512 B (small pool) or more than 1 MiB
 (large pool); neighbours inside a segment coalesce; when cudaMalloc fails, wholly free segments are
 given back and cudaMalloc is tried once more.  Mode `expandable` instead maps pages at the end of
-one growing segment per pool.  A stream on which code allocates has pools of its own (POOLS), from
-which no other stream takes a block, and a freed block can be reused at once, as in the issue-order
+one growing segment per pool.  Each stream on which code allocates has separate pools (POOLS), and
+no other stream takes a block from them.  A freed block can be reused at once, as in the issue-order
 ledger.
 """
 
@@ -30,11 +30,11 @@ GAP = MIN_BLOCK
 """Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
 
 POOLS = ("", "dp", "ep", "reduced")
-"""The streams that code makes current before it allocates: "dp" for gathers of sharded parameters
-(FSDP's unshard stream, DeepSpeed's all-gather stream), "ep" for exchanges of experts beside another
-micro-batch (Megatron-core's combined 1F1B), "reduced" for gradients that FSDP's post-backward
-stream reduces (torch, distributed/fsdp/_runtime_utils.py: _post_backward_hook), and "", the stream
-of compute, for outputs of all other collectives and messages."""
+"""The streams on which frameworks allocate: "dp" for gathers of sharded parameters (FSDP's unshard
+stream, DeepSpeed's all-gather stream), "ep" for exchanges of experts beside another micro-batch
+(Megatron-core's combined 1F1B), "reduced" for gradients that FSDP's post-backward stream reduces
+(torch, distributed/fsdp/_runtime_utils.py: _post_backward_hook), and "", the compute stream, for
+outputs of kernels, of all other collectives and of messages."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1
@@ -64,7 +64,7 @@ class Exceeded(Exception):
 
 
 class Pool:
-    """The free blocks of one pool: sorted by size for best fit, and by both ends to coalesce."""
+    """The free blocks of a pool: sorted by size for best fit, indexed by both ends to coalesce."""
 
     def __init__(self, *, small: bool, mode: Mode) -> None:
         self.small, self.expandable = small, mode == "expandable"
@@ -113,7 +113,7 @@ class Pool:
         if found - size < self.split_from:
             del self.ends[address + found]
             return address, found
-        # The remainder needs no merge: the block it is cut from touched no free block.
+        # The remainder needs no merge, because free blocks never touch each other.
         self.starts[address + size] = found - size
         self.ends[address + found] = address + size
         insort(self.keys, found - size << BITS | address + size)
@@ -189,9 +189,9 @@ class Allocator:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """The state that determines the next request, and the number of retries so far.  If two
-        states are equal, the requests in between freed all that they allocated, and would do so
-        again."""
+        """The state on which the effect of the next request depends, and the number of retries so
+        far.  If two states are equal, the requests between them freed all that they allocated, and
+        would do so again."""
         waiting = tuple(block[1:] for blocks in self.waiting.values() for block in blocks)
         return (self.reserved, self.retries, waiting, *(pool.keys.copy() for pool in self.pools))
 

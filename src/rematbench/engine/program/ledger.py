@@ -44,7 +44,7 @@ class Interval(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A live storage (None: scratch of an action), its (micro-batch, chunk), its bytes."""
+    """A live storage (None: the scratch of an action), its (micro-batch, chunk), and its bytes."""
 
     storage: Storage | None
     micro_batch: int
@@ -87,10 +87,10 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
-    if not rank.steps:  # a rank that is not lowered
+    if not rank.steps:  # The rank was not lowered.
         return RankLedger(**dict.fromkeys(RankLedger.__struct_fields__, 0))
     sizes = list(chain.from_iterable(profiles))
-    highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # a bound of every sum below
+    highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # No sum below is larger.
     kind = np.int64 if highest < np.iinfo(np.int64).max else object
     table = np.fromiter(sizes, kind, len(sizes))
     by_step = table.reshape(-1, len(Profile._fields)).T.take(rank.block_of_step, axis=1)
@@ -120,7 +120,7 @@ def fresh_peak(rank: RankProgram) -> int:
         for action in rank.blocks[step.block].actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 gradients += made.pop((step.chunk, action.part), 0)
-            elif action.kind is Kind.OPTIMIZER:  # units without a weight kernel have gradients too
+            elif action.kind is Kind.OPTIMIZER:  # Units without such a kernel have gradients, too.
                 gradients, made = gradients + sum(made.values()), {}
             for alloc in action.allocs:
                 if alloc.storage.place != HOST and not alloc.slot:
@@ -132,8 +132,8 @@ def fresh_peak(rank: RankProgram) -> int:
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
-    """Return the (device, host) live bytes after each action in issue order.  Tests compare them
-    with an interpreter that allocates real memory."""
+    """Return the (device, host) live bytes after each action in issue order, to compare them with
+    the bytes of an executed or traced program."""
     sizes: dict[tuple[Storage, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:

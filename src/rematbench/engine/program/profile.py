@@ -1,7 +1,7 @@
 """The effect of a block on bytes, and the storages that outlive it.
 
-Only the allocation of a storage records its size.  So a block that frees a storage of another block
-is measured after that block.
+An action that frees a storage does not know the storage's size.  So a block that frees a storage of
+another block is measured after that block.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from rematbench.engine.program.storage import HOST, Storage
 
 
 class Profile(NamedTuple):
-    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry.  Both are
-    given for the device, for the host, and for the pinned blocks that hold the host bytes."""
+    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry, each for
+    the device, for the host, and for the pinned blocks that hold the host bytes."""
 
     device_net: int
     device_high: int
@@ -37,8 +37,8 @@ class Profile(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Storages whose lifetimes cross a block's ends.  `births`: bytes of the storages that a block
-    leaves alive; `deaths`: earlier storages that the block frees."""
+    """Storages whose lifetimes cross a block's start or end.  `births`: the bytes of each storage
+    that the block leaves alive; `deaths`: storages of earlier blocks that the block frees."""
 
     births: dict[Storage, int]
     deaths: list[Storage]
@@ -53,17 +53,17 @@ class LedgerError(ValueError):
 
 
 def program_profiles(program: Program) -> list[list[Profile]]:
-    """Return the profiles of each rank's blocks.  If a block only frees a tensor, the tensor's size
-    comes from the block that allocated it."""
+    """Return the profiles of each rank's blocks.  The size of a tensor that a block frees but does
+    not allocate comes from the block that allocated it."""
     profiler = _Profiler()
     return [profiler.rank(rank) for rank in program.ranks]
 
 
 class _Profiler:
-    """Makes the profile of each block once: a block that ranks share has one profile."""
+    """Computes each block's profile once, even if ranks share the block."""
 
     def __init__(self) -> None:
-        self.profiles: dict[int, Profile] = {}  # by identity of the block
+        self.profiles: dict[int, Profile] = {}  # by the block's id
         self.outlives: dict[int, Lifetimes] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
@@ -75,7 +75,7 @@ class _Profiler:
             sizes: dict[Storage, int] = {}
             try:
                 self.profiles[key] = _profile(block.label, block.parts, sizes)
-            except LedgerError:  # it frees a storage of another block
+            except LedgerError:  # The block frees a storage of another block.
                 continue
             self.outlives[key] = Lifetimes(sizes, [])
             del left[key]

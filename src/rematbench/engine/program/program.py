@@ -33,8 +33,8 @@ class Periods(NamedTuple):
     """Equal periods inside a block: `times` periods of `length` actions from `start`.  All periods
     have the same seconds and bytes.  The first period records events from number `event` on.  Each
     further period raises the numbers of events by `events`, and the numbers of layers or pieces as
-    `naming` says.  `inside`: periods inside the first period; their `start` counts from its
-    start."""
+    `naming` says.  `inside`: shorter periods inside the first period; their `start` counts from
+    the start of that period."""
 
     start: int
     length: int
@@ -57,15 +57,15 @@ class Periods(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Actions of a block in issue order.  If the part has `periods`, the actions of the first
-    period."""
+    """Some actions of a block in issue order.  If the part has `periods`, `written` has only the
+    actions of the first period."""
 
     written: tuple[Action, ...]
     periods: Periods | None
 
     @property
     def times(self) -> int:
-        """How often the actions occur, apart from the numbers in their names."""
+        """How often the actions occur, under names with other numbers."""
         return self.periods.times if self.periods else 1
 
     @property
@@ -108,7 +108,7 @@ def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]
 # Why: docs/decisions/engine.md, Does a step of a few micro-batches extrapolate to all?
 class Block(Struct, frozen=True, dict=True):
     """Actions issued together.  `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
-    actions, but of `periods` only the first period."""
+    actions, except that each of `periods` is written once."""
 
     label: str
     written: tuple[Action, ...]
@@ -129,16 +129,16 @@ class Block(Struct, frozen=True, dict=True):
         return parted(self.written, self.periods)
 
     def counted(self) -> Iterator[tuple[Action, int]]:
-        """Return the written actions with how often each occurs, apart from the numbers in its
-        names."""
+        """Return the written actions, each with how often it occurs under names with other
+        numbers."""
         return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
 class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
     """The late tensors of a unit, in bytes.  `states`: optimizer states, allocated by the unit's
-    first update and never freed.  `gradients`: by operator, allocated by the first backward of the
-    operator's weights in a step (of the unit, for weights without such a kernel) and freed after
-    the step.  `scratch`: alive only during an update of the unit."""
+    first update and never freed.  `gradients`: by operator, allocated by the first weight-gradient
+    kernel of the operator in a step (or of the unit, if the operator has none) and freed after the
+    step.  `scratch`: alive only during an update of the unit."""
 
     states: tuple[int, ...] = ()
     gradients: dict[str, tuple[int, ...]] = {}
@@ -147,9 +147,9 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
 
 # Why: docs/decisions/engine.md, Do Megatron-core's optimizer moments come late?
 class Late(Struct, frozen=True, kw_only=True):
-    """The late tensors of a rank, by (chunk, unit).  They are allocated between activations, where
-    the allocator has room.  A unit is E, L<i> or H.  `beside`: the stream of reductions allocates
-    the gradients, so that no activation has their bytes later."""
+    """The late tensors of a rank, by (chunk, unit): tensors that are allocated between activations,
+    wherever the allocator has room.  A unit is E, L<i> or H.  `beside`: gradients are allocated on
+    the stream of reductions, so no activation can reuse their memory."""
 
     units: dict[tuple[int, ModelPart], LateUnit]
     beside: bool = False
@@ -167,8 +167,8 @@ class Late(Struct, frozen=True, kw_only=True):
 
 
 class Samples(Struct, frozen=True, kw_only=True):
-    """Micro-batches of differing lengths.  `at`: three lengths, of which the first is that of the
-    rank's program and `shorter` are the blocks of the others; `drawn`: the lengths of successive
+    """Micro-batches of differing lengths, in tokens.  `at`: three lengths; the rank's program has
+    the blocks of the first, and `shorter` those of the others.  `drawn`: the lengths of successive
     micro-batches."""
 
     at: tuple[int, int, int]
@@ -179,8 +179,8 @@ class Samples(Struct, frozen=True, kw_only=True):
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so.  `samples`: the lengths of
-    micro-batches, if they differ.  `waiting_frees`: as in Zero."""
+    between its activations, if the stack does so.  `samples`: the lengths of micro-batches, if they
+    differ.  `waiting_frees`: the fact of the same name of the stack (`Zero`)."""
 
     rank: int
     blocks: tuple[Block, ...]
@@ -210,8 +210,8 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
                 yield action, step.micro_batch, step.chunk
 
     def text(self) -> str:
-        """Return the rank's program as lines (to compare and to parse): `block F`, then its
-        actions."""
+        """Return the rank's program as text: for each step a line such as `block F`, and then a
+        line for each action."""
         lines: list[str] = []
         for index, micro_batch, chunk in self.steps:
             block = self.blocks[index]
@@ -257,15 +257,15 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
 def without_neighbours(program: Program) -> Program:
     """Return the program of the first rank alone, as a single GPU can run it: messages take no
-    time.  Use it for seconds only.  Its messages have no bytes, so bytes come from the whole
-    program."""
+    time.  Use it only for seconds: it allocates no memory for messages, so take bytes from the
+    whole program."""
     first = program.ranks[0]
     blocks = [replace(each, written=tuple(map(_instant, each.written))) for each in first.blocks]
     return replace(program, ranks=(replace(first, blocks=tuple(blocks)),))
 
 
 def _instant(action: Action) -> Action:
-    """A message becomes an event on its stream, under a name that no receive has."""
+    """The action, or for a message an event on the same stream, with a name that no receive has."""
     if action.kind in (Kind.SEND, Kind.RECV):
         return Action(kind=Kind.EVENT, stream=action.stream, event=_there(action.event))
     wait = _there(action.wait)

@@ -28,7 +28,7 @@ operator's weights got a gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
 READ_BESIDE = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
-"""Tensors that compute or "dp" allocates and the other of the two reads last."""
+"""Roles of tensors that one of the streams compute and "dp" allocates and the other reads last."""
 
 
 class RepeatedRequests(NamedTuple):
@@ -37,9 +37,9 @@ class RepeatedRequests(NamedTuple):
 
 
 def requests(block: Block, *, late: bool = False) -> Iterator[RepeatedRequests]:
-    """Return the device allocations and frees of a block in issue order, without staging slots,
-    which are resident.  With `late`, also the points at which weights get a gradient, units are
-    updated, and the backward of units ends."""
+    """Return the device allocations and frees of a block in issue order.  Staging slots are left
+    out, because they are resident.  With `late`, the result also marks where weights get a
+    gradient, where units are updated, and where the backward of a unit ends."""
     if late or not block.periods:
         yield RepeatedRequests(_requests(block.actions, _ends(block) if late else None), 1)
     else:
@@ -58,7 +58,7 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
             yield RepeatedRequests(one[0].lines, part.times)
             continue
         yield from one
-        for shift in part.shifts:  # storages inside a period can share names
+        for shift in part.shifts:  # Storages that die inside their period can keep their names.
             new: dict[object, Storage] = {each: shift.storage(each) for each in crossing}
             for lines, times in one:
                 moved = [(new.get(subject, subject), size, at) for subject, size, at in lines]
@@ -115,7 +115,8 @@ def replay(
     enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
     """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
-    Samples of differing lengths are replayed in whole steps, until each length has had its turn.
+    Micro-batches of differing lengths are replayed in whole training steps until every drawn length
+    has occurred.
     `passes`: how many successive training steps to replay; a later step finds the segments that
     the first step left cached.  With late tensors, another pass that allocates them comes first,
     and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
@@ -182,10 +183,10 @@ class _Run:
         lengths: Lengths | None = None,
     ) -> None:
         self.memory, self.blocks, self.lengths = memory, blocks, lengths
-        self.lines: dict[int, list[RepeatedRequests]] = {}  # by block that has run
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # requests of blocks that have run
         self.late = late is not None
         self.units = late.units if late else {}
-        self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # the pool of gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         # The gradients' blocks by chunk, unit and operator.
         self.gradients: dict[tuple[int, ModelPart, str], list[MemoryBlock]] = {}
@@ -194,15 +195,15 @@ class _Run:
         self.done = 0
 
     def step(self, steps: Sequence[Step]) -> None:
-        """A training step, or its beginning.  It first frees the gradients and activations of the
-        previous step."""
+        """Replay a training step or its beginning, after freeing the gradients and activations of
+        the previous step."""
         for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
         order = [step.block for step in steps]
         begun, before = 0, None  # the last position at which no storage was alive
         while self.done < len(steps):
-            if not (self.alive or self.units or self.lengths):  # these make steps differ
+            if not (self.alive or self.units or self.lengths):  # These make equal steps differ.
                 state = self.memory.state
                 if state == before:
                     self.rounds.append((state, order[begun : self.done]))
@@ -217,8 +218,8 @@ class _Run:
             self.lengths.begun += self.lengths.per_step
 
     def _known(self, state: object, blocks: list[int]) -> int:
-        """The number of next blocks that change nothing.  They repeat a round, or its beginning,
-        that started and ended in this state with nothing alive."""
+        """How many of the next blocks can be skipped: they repeat a round, or its beginning, that
+        started and ended in this state with nothing alive."""
         for before, round_ in self.rounds:
             length = min(len(round_), len(blocks))
             if before == state and round_[:length] == blocks[:length]:
@@ -238,7 +239,7 @@ class _Run:
             for _ in range(times - 1):
                 before = self.memory.state
                 self._lines(lines, alive, chunk)
-                if self.memory.state == before:  # no further repetition changes anything
+                if self.memory.state == before:  # Further repetitions change nothing.
                     break
             else:
                 self._lines(lines, alive, chunk)
@@ -292,8 +293,8 @@ class _Run:
             self._free(block)
 
     def finish(self) -> None:
-        """End a step of which only the beginning was replayed: free activations, allocate all
-        gradients, update all units."""
+        """End a step of which only the beginning was replayed: free its activations, allocate all
+        gradients and update all units."""
         for alive in self.alive.values():
             self._free(alive.values())
         self.alive = {}

@@ -1,5 +1,5 @@
-"""Storages, events, slots and parts: what actions name.  Equal storages, events and parts are one
-object.  Only this module knows how they print.
+"""Storages, events, slots and parts, to which actions refer.  Equal storages, events and parts are
+one object.  Only this module knows how they are printed.
 
 A storage is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
 `E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
@@ -20,7 +20,7 @@ UnitOf = tuple["ModelPart", int]
 
 
 def _one_object(make: Make) -> Make:
-    """Let `make` return one object for equal fields, also if threads make it at the same time."""
+    """Let `make` return the same object for equal fields, even if threads call it at once."""
     known: dict[object, object] = {}
 
     @wraps(make)
@@ -71,7 +71,7 @@ SHARE = part_of("V")
 
 
 class Role(Enum):
-    """What a storage has: the mark before its name, and the word at its end."""
+    """What a storage contains.  The values are the mark before its name, and the word after it."""
 
     ACTIVATION = ("", "")
     GATHERED = ("", "full")
@@ -85,7 +85,7 @@ class Role(Enum):
     SHARD = ("", "shard")
     STATES = ("", "states")
 
-    __hash__ = object.__hash__  # by identity: Enum's own hashes the name each time
+    __hash__ = object.__hash__  # Enum's own hashes the name at every call, which is slow.
 
 
 _VALUES = {
@@ -104,7 +104,7 @@ EXPERTS = "experts"
 
 
 class Named(Struct, frozen=True, eq=False, gc=False):
-    """A value with a printed form, which is equal to itself only."""
+    """A value with a printed form that is equal only to itself."""
 
     text: str
 
@@ -120,10 +120,10 @@ class Named(Struct, frozen=True, eq=False, gc=False):
 class Storage(Named, frozen=True, eq=False, gc=False):
     """A tensor in memory, or a part of one.
 
-    `tensor`: its activation, operator or buffer; `rows`, `place`: their marks; `piece`: its piece
-    of a mini-sequence.  `label`: its text without the part; `order`: a key that sorts by the text,
-    with numbers by value.  `known`: storages that differ in a field.
-    """
+    `tensor`: the activation, operator or buffer; `rows`, `place`: marks of its rows and its
+    memory; `piece`: the number of its mini-sequence piece.  `label`: its text without the part;
+    `order`: a key that sorts by the text, with numbers by value.  `known`: cached storages that
+    differ in a field."""
 
     part: ModelPart
     tensor: str
@@ -143,7 +143,7 @@ class Storage(Named, frozen=True, eq=False, gc=False):
         return self.part, self.tensor, self.role, self.rows, self.piece, self.place
 
     def _with(self, key: object, field: int, value: object) -> "Storage":
-        """The storage with another field; `key`: of this change, in `known`."""
+        """The storage with another value of one field; `key` names the change in `known`."""
         found = self.known.get(key)
         if found is None:
             fields = [*self._fields]
@@ -161,7 +161,7 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def whole(self) -> "Storage":
-        """The tensor of which it is the gradient, some rows, a copy or a piece."""
+        """The whole tensor of which this storage is the gradient, some rows, a copy or a piece."""
         role = _VALUES.get(self.role, self.role)
         return _storage(self.part, self.tensor, role, "", None, self.place)
 
@@ -171,11 +171,11 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def held(self) -> "Storage":
-        """The storage that all micro-batches of a chunk use in its place."""
+        """The storage that all micro-batches of the chunk share in place of this one."""
         return self._with(HELD, 5, HELD)
 
     def with_rows(self, rows: str) -> "Storage":
-        """Its rows of a fate (KEPT, OFFLOADED, REBUILT), or a copy of it (COPY)."""
+        """The storage of the rows with one fate (KEPT, OFFLOADED, REBUILT), or of a copy (COPY)."""
         return self._with(rows, 3, rows)
 
     def of_piece(self, piece: int) -> "Storage":
@@ -210,9 +210,9 @@ def _storage(
 
 
 class Event(Named, frozen=True, eq=False, gc=False):
-    """What a stream waits for.  `number`: of an event that is local to its block (e0, e1, ...), -1
-    of the events of a (micro-batch, chunk).  `message`: the direction of the message that arrives
-    (f, b, or e for tied embeddings), empty for other events."""
+    """A point in time for which streams can wait.  `number`: the number of an event that is local
+    to its block (e0, e1, ...), or -1 for an event of a (micro-batch, chunk).  `message`: the
+    direction of the message that arrives (f, b, or e for tied embeddings)."""
 
     number: int
     message: str
@@ -222,7 +222,7 @@ class Event(Named, frozen=True, eq=False, gc=False):
         return (local_event, (self.number,)) if self.is_local else (event_of, (self.text,))
 
     def later(self, by: int) -> "Event":
-        """The event whose number is higher by `by`.  An event that other blocks wait for stays."""
+        """The local event whose number is higher by `by`; an event of other blocks is unchanged."""
         return local_event(self.number + by) if self.is_local else self
 
 
@@ -242,14 +242,14 @@ def local_event(number: int) -> Event:
 
 
 def received(message: str) -> Event:
-    """Return the arrival of a message: forward, backward, of a tied embedding's gradient, of the
-    last stage's output (x), or the end of another stage's part of a vocabulary (s, g and the
-    stage)."""
+    """Return the event at which a message arrives: of a forward (f), a backward (b), a tied
+    embedding's gradient (e), the last stage's output (x), or the end of another stage's part of
+    the vocabulary (s or g, and the stage)."""
     return event_of(f"{ARRIVED}{message}")
 
 
 STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
-"""How many ranks a message moves on: in a forward and in a backward; between chunks that come back
+"""By how many ranks a message moves: in a forward and in a backward; between chunks on the way back
 from the last rank (^); and between the last rank's two chunks, where a micro-batch turns (@)."""
 
 

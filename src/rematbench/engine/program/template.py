@@ -1,4 +1,4 @@
-"""Renames actions for the next layer or the next piece."""
+"""Renames the actions of a layer or a piece to those of a later layer or piece."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -64,7 +64,7 @@ class PieceShift(NamedTuple):
 
 
 class Renaming(Protocol):
-    """New names of storages and parts, and a number to add to those of a block's events."""
+    """New names of storages and parts, and a number to add to the numbers of a block's events."""
 
     @property
     def events(self) -> int: ...
@@ -105,8 +105,8 @@ def _later(event: Event | None, by: int) -> Event | None:
 
 
 class LayerPeriods(NamedTuple):
-    """Periods of one or more equal layers.  Each period adds `layers` to the numbers of the layers
-    between the two numbers of `near`."""
+    """Periods of one or more equal layers.  Each period adds `layers` to the numbers of layers that
+    lie between the two numbers of `near`."""
 
     layers: int
     near: tuple[int, int]

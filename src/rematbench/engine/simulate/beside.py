@@ -1,4 +1,4 @@
-"""Seconds of experts' exchanges that run beside another micro-batch.
+"""Seconds of experts' exchanges that overlap another micro-batch.
 
 Megatron-core's combined 1F1B (0.16.1, core/models/common/model_chunk_schedule_plan.py,
 TransformerLayerSchedulePlan.run) pairs each layer of a backward with a layer of the forward that
@@ -7,8 +7,8 @@ follows it.  One stream computes, the other exchanges:
     exchange: combine backward | dispatch forward, dispatch backward        | combine forward
     compute:  attention forward| experts backward, weights, experts forward | attention backward
 
-Compute waits for what is left of an exchange.  Both layers count as the same layer of the model, on
-one rank, without what the backward recomputes.
+Compute waits for the remainder of an exchange.  Both layers are taken to be the same layer of the
+model on one rank, and recomputation in the backward is left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ CommSeconds = Callable[[Comm, int], float]
 
 
 class OpSeconds(NamedTuple):
-    """Seconds of an operator's forward, of its input gradients and of its weight gradients, each
-    with the collectives for which compute waits."""
+    """Seconds of an operator's forward, input gradients and weight gradients, each with the
+    collectives for which compute waits."""
 
     forward_s: float
     inputs_s: float
@@ -59,8 +59,8 @@ def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSe
 
 
 class Exposed(NamedTuple):
-    """The shares of an exchange's seconds by which compute becomes longer, in a forward beside a
-    backward, and in that backward."""
+    """The shares of an exchange's seconds that compute is longer: in a forward beside a backward,
+    and in that backward."""
 
     forward: float
     backward: float
@@ -69,8 +69,8 @@ class Exposed(NamedTuple):
 def exposed_shares(
     problem: Problem, table: OpTable, rank: int, comm_s: CommSeconds
 ) -> Mapping[str, Exposed]:
-    """The shares of a layer's exchanges, by operator; none for a layer without an exchange.  What
-    overlaps slows compute, as other collectives do (`CostModel.stall_s`)."""
+    """The exposed shares of a layer's exchanges, by operator.  The overlapped part of an exchange
+    slows compute, as other collectives do (`CostModel.stall_s`)."""
     places = [place for place, op in enumerate(table.ops) if op.exchanges]
     if not places:
         return {}
@@ -95,10 +95,10 @@ def exposed_shares(
 
 
 def _left(whole_s: float, compute: OpSeconds, *, delayed: bool) -> tuple[float, float]:
-    """Seconds of an exchange of `whole_s` seconds for which compute waits: of the forward's, which
-    starts with the backward's `compute`, and of the backward's, which follows it on its stream and
-    its input gradients.  Weight gradients come with the input gradients unless they are
-    `delayed`."""
+    """(forward, backward): the seconds of exchanges of `whole_s` seconds for which compute waits.
+    The forward's exchange starts together with the backward's `compute`.  The backward's comes
+    after it on the same stream, and after the input gradients; weight gradients come with the input
+    gradients unless they are `delayed`."""
     both_s = compute.inputs_s + compute.weights_s
     begins_s = max(compute.inputs_s if delayed else both_s, whole_s)
     ends_s = max(both_s, whole_s) + compute.forward_s

@@ -1,10 +1,11 @@
 """Blocks compiled for the chunk level: consecutive kernels on a stream become one row.
 
 Only the first action of a row waits for an event, and only the last action records an event, so no
-other action can run between them.  Let the kernels of a row take d1, d2, ... and their issues by
-the host h1, h2, ...  Then the row ends d1 + d2 + ... after its start.  Kernel j starts no earlier
-than the host's clock before the row + h1 + ... + hj.  So the row starts no earlier than that clock
-+ the largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its single actions.
+other action can run between them.  Let the kernels of a row take d1, d2, ... seconds and the host
+h1, h2, ... seconds to issue them.  Then the row ends d1 + d2 + ... after its start.  Kernel j
+starts no earlier than the host's clock before the row + h1 + ... + hj.  So the row starts no
+earlier than that clock + the largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as
+its single actions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from rematbench.engine.program.program import Block, Part, Periods
 from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.op_level import TIMELESS, Timing
 
-SEND = Kind.SEND  # a local, because a lookup in an Enum is slow
+SEND = Kind.SEND  # A module variable, because a lookup in an Enum is slow.
 NO_STREAM = -1
 NEVER = float("-inf")
 """The identity of max: a time before every time."""
@@ -23,8 +24,8 @@ NEVER = float("-inf")
 
 class Row(NamedTuple):
     """Consecutive actions on a stream.  `seconds`: time on the stream; `issue`: time of the host;
-    `late`: seconds from the host's clock before the row to the earliest start that the host allows,
-    as if all waits for the host came first.  `held`: whether the host waits for the row's end.
+    `late`: seconds from the host's clock before the row to the earliest start that the host allows
+    (all waits for the host count before the row).  `held`: whether the host waits for its end.
     `wait`, `begin`, `event`: the event that the row waits for, and the events of its start and of
     its end.  `send`: the direction of a message."""
 
@@ -41,12 +42,12 @@ class Row(NamedTuple):
 
 Time = TypeVar("Time")
 Carried = tuple[tuple[Event, Event], ...]
-"""(new, old) of events that rows wait for and that earlier rows record as the old ones."""
+"""Pairs (new, old): rows wait for the new event, which earlier rows record under the old name."""
 
 
 class RowPart(NamedTuple):
-    """Rows of a block in order, or parts that occur `times` times.  `carried`: events of the block
-    that are renamed before the rows, because the periods of a block share their rows."""
+    """Rows of a block in order, or inner parts, which occur `times` times.  `carried`: events that
+    are renamed before the rows, because all periods of a block share one set of rows."""
 
     rows: tuple[Row, ...]
     carried: Carried = ()
@@ -63,8 +64,8 @@ class RowPart(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """A compiled block: its rows in parts, the events of messages for which it waits, the events
-    for which another block may wait, and the seconds during which it keeps each stream busy."""
+    """A compiled block: its rows in parts; the events of messages for which it waits; the events
+    for which other blocks may wait; and the seconds for which it keeps each stream busy."""
 
     parts: tuple[RowPart, ...]
     receives: tuple[Event, ...]
@@ -130,9 +131,9 @@ def _all_rows(parts: Iterable[RowPart]) -> Iterator[Row]:
 def _carried(
     period: Sequence[RowPart], rest: Sequence[RowPart], periods: Periods
 ) -> tuple[Carried, Carried]:
-    """The events that are renamed from period to period, and from the last period to the rest of
-    the block.  The events of each period have the names of the first period.  So event number n of
-    a period is number n + `events` one period earlier; if that period does not record the event, an
+    """The events to rename from period to period, and from the last period to the rest of the
+    block.  The events of each period have the names of the first period.  So event number n of a
+    period is number n + `events` one period earlier; if that period does not record the event, an
     earlier period does."""
     recorded = {event for row in _all_rows(period) for event in (row.begin, row.event)}
     events, back = periods.events, (periods.times - 1) * periods.events
@@ -175,7 +176,7 @@ def _rows(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing],
 ) -> tuple[list[Row], list[float]]:
-    """The rows of some actions, and the seconds in which they keep each stream busy.  The loop is
+    """The rows of some actions, and the seconds for which they keep each stream busy.  The loop is
     plain because every simulation spends its time here."""
     rows: list[Row] = []
     busy = [0.0] * len(STREAMS)

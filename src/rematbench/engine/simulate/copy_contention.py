@@ -1,7 +1,7 @@
 """Contention of a program's copies with opposite copies, NIC traffic and HBM traffic.
 
-The factors are constant for a whole program and follow from its actions.  A copy's cost depends on
-the average work that overlaps copies, not on the work at the time of the copy.
+The factors are constant for a program and follow from its actions: a copy's cost depends on the
+work that overlaps copies on average, not on the work at the time of the copy.
 """
 
 from collections import Counter
@@ -79,9 +79,9 @@ def copy_traffic(
 
 
 class PieceTraffic(NamedTuple):
-    """What runs beside the update of optimizer states in pieces.  `beside`: whether copies run
-    beside the host's updates; `visiting_bytes`: bytes that visits copy up for each parameter that
-    the host updates beside them; `traffic`: what runs beside the copies of visits."""
+    """The work that overlaps updates of optimizer states in pieces.  `beside`: whether copies
+    overlap the host's updates; `visiting_bytes`: bytes that visits copy up for each parameter that
+    the host updates meanwhile; `traffic`: the traffic that overlaps the copies of visits."""
 
     beside: bool = False
     visiting_bytes: float = 0.0
@@ -89,9 +89,9 @@ class PieceTraffic(NamedTuple):
 
 
 def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTraffic:
-    """Return what runs beside the updates in pieces of ranks with these blocks.  A copy of weights
-    or states is beside what is issued before compute waits for the copy, and copies of later blocks
-    are beside an update whose end they wait for."""
+    """Return the work that overlaps updates in pieces on ranks with these blocks.  A copy of
+    weights or states overlaps everything that is issued before compute waits for the copy; and
+    copies of later blocks overlap an update if they wait for its end."""
     visiting = updated = 0
     beside = two_way = False
     for blocks in ranks:
@@ -117,15 +117,15 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
 
 
 def _overlapped_passes(program: Program, kind: Kind) -> tuple[str, ...]:
-    """The labels of the passes that copies of a kind overlap: the passes that contain them, or both
-    passes if some copies have separate blocks."""
+    """The labels of the passes that copies of a kind overlap: those that contain the copies, or
+    both labels if some copies have separate blocks."""
     labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
 
 def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
-    """Bytes that the collectives of all ranks send to other nodes, one GPU's for each rank, by the
-    label of their passes."""
+    """Bytes that the collectives of all pipeline ranks send to other nodes, by the label of their
+    pass; each pipeline rank counts as one GPU."""
     passes = {
         id(block): collectives(block) for block, _ in program.block_runs if block.label in PASSES
     }
@@ -150,8 +150,8 @@ def collectives(block: Block) -> Counter[Comm]:
 
 
 def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
-    """Seconds of all kernels of all ranks.  Ranks that share a block share its kernels' seconds,
-    unless a collective overlaps one of them."""
+    """Seconds of all kernels of all ranks.  The kernels of a shared block take equal seconds on all
+    ranks, unless a collective overlaps one of them."""
     found: list[float] = []
     ranked: dict[int, list[tuple[Action, int]]] = {}
     for block, runs in program.block_runs:
@@ -179,10 +179,10 @@ def _moved(program: Program, kind: Kind) -> int:
 def _both(program: Program, total: int) -> float:
     """The share of copied bytes that overlap a copy in the opposite direction.
 
-    Whole-chunk copies: the copies issued next to a copy of the opposite direction and of a
-    different pass, because both then overlap the same pass.  Copies per layer: a forward's last
-    copy, if the rank's next pass is a backward with reloads, and as many bytes of these reloads.
-    All further copies per layer stay in their pass: offloads in forwards, reloads in backwards.
+    Of whole-chunk copies, these are copies issued next to a copy of the opposite direction and of
+    another (micro-batch, chunk), because both then overlap the same pass.  Of copies per layer,
+    they are a forward's last copy, if the rank's next pass is a backward with reloads, and as many
+    bytes of these reloads.  All other copies per layer stay in their own pass.
     """
     overlapping = 0
     for rank in program.ranks:
@@ -203,8 +203,8 @@ def _both(program: Program, total: int) -> float:
 
 
 def _trailing_copies_bytes(rank: RankProgram) -> int:
-    """Bytes of forwards' last copies by layer that continue in a backward, and of the reloads there
-    that they overlap."""
+    """Bytes of the last copies per layer of forwards that continue during a backward, and of the
+    reloads that they overlap there."""
     leaving = {
         at: trailing_bytes(block) for at, block in enumerate(rank.blocks) if block.label == "F"
     }
@@ -224,7 +224,7 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 
 def trailing_bytes(block: Block) -> int:
-    """Return the bytes of D2H copies in the part whose copies outlive the forward (event `d2h`)."""
+    """Return the bytes of D2H copies of the layer whose copies outlive the forward (event d2h)."""
     copies = _copies(block, Kind.D2H)
     parts = {action.part for action, _ in copies if action.event is COPIED_OUT}
     return sum(action.nbytes * n for action, n in copies if action.part in parts)

@@ -49,11 +49,11 @@ class Macro(NamedTuple):
 
 Matrix: TypeAlias = NDArray[np.float64]
 Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to each of its terms: kernels in a row change only the seconds."""
+"""A maximum, and seconds to add to each of its terms: successive kernels change only these."""
 
 
 def _join(a: Shifted, b: Shifted) -> Shifted:
-    """The maximum of two times; the object `a` where `b` is never later."""
+    """The maximum of two times; the object `a` itself if `b` is never later."""
     (terms, shift), (others, other) = a, b
     if terms is others:
         return a if shift >= other else b
@@ -67,7 +67,7 @@ def _join(a: Shifted, b: Shifted) -> Shifted:
 
 
 def _latest(row: Matrix, times: Sequence[Shifted | None]) -> Shifted | None:
-    """The maximum of (time + constant) over a matrix' row; None where no time is known."""
+    """The maximum of (time + constant) over a row of a matrix; None if no time is known."""
     found = None
     for at in np.flatnonzero(row > NEVER).tolist():
         if (time := times[at]) is not None:
@@ -105,8 +105,8 @@ def _frozen(value: Shifted) -> AffineTerms:
 
 
 class _Run:
-    """The symbolic run of blocks: when streams and the host are free, and the events so far.
-    `inputs`: the streams and outside events whose times at entry count (None: all)."""
+    """A symbolic run of blocks, with the times at which streams and the host are free and events
+    happen.  `inputs`: the streams and outside events whose times at entry count (None: all)."""
 
     def __init__(self, inputs: Container[int | Event] | None = None) -> None:
         self.inputs = inputs
@@ -117,8 +117,8 @@ class _Run:
         self.sends: list[tuple[str, Shifted]] = []
 
     def run(self, parts: Sequence[RowPart], seen: dict[Event, Shifted], later: Set[Event]) -> None:
-        """Issue and run parts in order; `seen`: the times of the events so far, to which the parts'
-        are added; `later`: the events that other parts or blocks read."""
+        """Issue and run parts in order.  `seen`: the times of events so far, to which the events of
+        the parts are added; `later`: the events for which other parts or blocks wait."""
         for part in parts:
             if part.times > 1:
                 self._again(part, seen, later)
@@ -154,7 +154,7 @@ class _Run:
                 self._held(end)
 
     def _again(self, part: RowPart, seen: dict[Event, Shifted], later: Set[Event]) -> None:
-        """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times of
+        """Issue and run a part `times` times.  One turn is a (max, +) matrix that maps the times of
         streams, the host and events before it to those after it; all turns are a power of that
         matrix."""
         turn = _Run()
@@ -165,13 +165,13 @@ class _Run:
         state |= part.renamed(state)
         turn._once(part, state, later)
         assert not turn.sends
-        events = [*turn.externals]  # with those that the rows alone wait for
+        events = [*turn.externals]  # Running the turn added events for which only its rows wait.
         matrix = power([*turn.free, *(state[event] for event in events)], part.times)
         before = [*self.free, *(seen.get(event) for event in events)]
         after = [_latest(row, before) for row in matrix]
         for stream in turn.touched:
             end = after[stream]
-            assert end is not None  # a stream is never free before it was
+            assert end is not None  # The time at entry is one of the terms.
             self.free[stream] = end
         self.touched |= turn.touched
         seen |= {event: end for event, end in zip(events, after[HOST + 1 :], strict=True) if end}
@@ -187,7 +187,7 @@ class _Run:
         self.touched.add(HOST)
 
     def _awaited(self, event: Event, seen: dict[Event, Shifted]) -> Shifted:
-        """The time of an event; a new external input where no earlier row recorded the event."""
+        """The time of an event; a new external input if no earlier row recorded the event."""
         if event not in seen:
             self.externals[event] = HOST + 1 + len(self.externals)
             seen[event] = self._input(event, self.externals[event])
@@ -218,8 +218,8 @@ def macro_of(*blocks: RowBlock, inputs: Container[int | Event] | None = None) ->
 
 
 def prune(macros: Sequence[Macro]) -> list[Macro]:
-    """Drop terms that can never be the maximum, and streams' ends that no macro reads and that are
-    never the last of their rank.
+    """Drop terms that can never be the maximum, and ends of streams that no macro reads and that
+    never come last on their rank.
 
     If every block leaves a stream free no later than the compute stream, the stream's free time
     never exceeds the compute stream's free time.  A term of that stream is then dominated by a
@@ -251,7 +251,8 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
 
 
 def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
-    """Whether every block leaves the stream free no later than compute, if it was at entry."""
+    """Whether every block leaves the stream free no later than compute, given that the stream was
+    free no later than compute at entry."""
     for end in ends:
         if stream not in end:
             continue

@@ -38,10 +38,10 @@ class Runs(NamedTuple):
 
 
 class Motion(NamedTuple):
-    """A rank's macro in the form of the inner loop: every distinct end time once, and the streams,
-    events and messages that take each end time (by index into `ends`).  The times of an event are
-    keyed by the number of the pass, and so are messages, by scale and offset (`Clock`).  `gate`:
-    the event, if the macro only holds compute until then."""
+    """A rank's macro in the form that the inner loop reads: each distinct end time once, and the
+    streams, events and messages that take it (by index into `ends`).  An event's times are keyed by
+    the number of the pass, and messages by a multiple of it plus an offset (`Clock`).  `gate`: the
+    times of an event, if the macro only makes compute wait for that event."""
 
     ends: tuple[AffineTerms, ...]
     streams: tuple[tuple[int, int], ...]  # stream, index into ends
@@ -77,10 +77,8 @@ def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
 def rank_macros(
     rank: RankProgram, clock: Clock, code: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """Return a rank's steps as motions, without events for which no macro waits.
-
-    `cache`: macros by the compiled blocks that they fuse, shared by the ranks of a program.
-    """
+    """Return a rank's steps as motions, without events for which no macro waits.  `cache`: macros
+    by the compiled blocks that they fuse, shared by the ranks of a program."""
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
     awaited: dict[Event, Times] = {event: {} for macro in macros for event in macro.waits}
@@ -88,8 +86,8 @@ def rank_macros(
 
 
 SKIPPED, JOINS, STARTS = range(3)
-"""The role of a block in a run: none (it only allocates or frees); it continues the run of its
-micro-batch and chunk; it starts a new run."""
+"""The role of a block in a run: it has none, because it only allocates or frees; it continues the
+run of its micro-batch and chunk; or it starts a new run."""
 
 
 def _role(block: RowBlock) -> int:
@@ -183,8 +181,8 @@ def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C
 def _inputs(
     waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock, messages: Times
 ) -> list[float] | None:
-    """The inputs of a macro that waits for outside events; None if a message is missing; the
-    clock then has its number."""
+    """The inputs of a macro that waits for outside events; None if a message is missing, whose
+    number is then `clock.awaiting`."""
     inputs = clock.free.copy()
     for times, scale, offset in waits:
         if times is not None:

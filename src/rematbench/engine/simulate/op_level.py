@@ -1,4 +1,4 @@
-"""Op-level simulation, from actions and their costs to times.  It reads no plan, method or fate.
+"""Op-level simulation: from actions and their costs to times.  It reads no plan, method or fate.
 
 Streams are in-order queues.  An action starts when its stream is free and its host has issued it.
 A WAIT holds its stream until an event.  Sends are buffered: a send ends one transfer after it
@@ -27,8 +27,8 @@ Seconds = Callable[[Action, int], float]
 
 
 class Timing(NamedTuple):
-    """The duration of an action on its stream, and the host's time to issue it, both in seconds.
-    `held`: whether the host then waits until the action has ended."""
+    """The seconds of an action on its stream, and those that the host takes to issue it.  `held`:
+    whether the host then waits until the action has ended."""
 
     seconds: float
     issue: float
@@ -40,8 +40,8 @@ NO_TIME = Timing(0.0, 0.0, held=False)
 
 @runtime_checkable
 class RankedSeconds(Protocol):
-    """Costs of actions, with the host's time and a key of ranks.  Ranks of equal costs have equal
-    keys and share compiled blocks."""
+    """Costs of actions, including the host's time, and a key for each rank.  Ranks of equal costs
+    have equal keys and share compiled blocks."""
 
     def __call__(self, action: Action, rank: int) -> float: ...
 
@@ -53,7 +53,7 @@ class RankedSeconds(Protocol):
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
-    """Return a function for the timings of actions.  With plain seconds the host takes no time."""
+    """Return a function for timings of actions.  With plain seconds, hosts take no time."""
     if isinstance(seconds, RankedSeconds):
         return seconds.timing
     return lambda action, rank: Timing(
@@ -144,7 +144,7 @@ class Clock:
 
 
 def _named(message: int) -> tuple[str, int, int]:
-    """A message by its direction, micro-batch and stage (of tied embeddings by its sender)."""
+    """(direction, micro-batch, stage) of a message, or ("e", sender, 0) of tied embeddings."""
     if message < 0:
         return ("e", -1 - message, 0)
     return ("fb"[message % 2], *divmod(message // 2, APART))
@@ -166,7 +166,7 @@ class Timed(NamedTuple):
 
 class TimedBlock(NamedTuple):
     """A compiled block: its timed actions, the events of messages for which it waits, and the
-    seconds during which it keeps each stream busy."""
+    seconds for which it keeps each stream busy."""
 
     items: tuple[Timed, ...]
     receives: tuple[Event, ...]
@@ -175,8 +175,8 @@ class TimedBlock(NamedTuple):
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Compile a block into its actions with their timings.  `record` also keeps the actions that
-    only allocate or free, as items of the compute stream that take no time."""
+    """Compile a block into its actions with their timings.  With `record`, actions that only
+    allocate or free stay, as items of the compute stream that take no time."""
     timing = timings(seconds)
     items = []
     busy = [0.0] * len(STREAMS)
@@ -242,7 +242,7 @@ def simulation(
     code: Sequence[Sequence[Busy]],
     intervals: Iterable[Interval] = (),
 ) -> Simulation:
-    """Return the simulation of a program whose ranks have run, from their clocks and their compiled
+    """Return the simulation of a program whose ranks have run, from the ranks' clocks and compiled
     blocks."""
     totals = []
     for rank in program.ranks:
@@ -319,7 +319,7 @@ def _run(
     chunk: int,
     intervals: list[Interval] | None,
 ) -> None:
-    """Run one block; `local` has the times of events inside it, at entry those of its messages."""
+    """Run one block.  `local`: times of its events, at entry only those of its messages."""
     free, events = clock.free, clock.events
     for stream, (seconds, issue, held), wait, begin, event, shared, send, action in block.items:
         start = free[stream]

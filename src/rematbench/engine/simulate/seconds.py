@@ -48,8 +48,8 @@ DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
 
 class ActionCosts:
     """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  `crowd`
-    slows copies and kernels.  With a program, it comes from the copies and messages of that
-    program."""
+    is traffic that slows copies and kernels; if there is a program, it follows from the program's
+    copies and messages."""
 
     def __init__(
         self, problem: Problem, program: Program | None = None, crowd: CopyTraffic = NO_TRAFFIC
@@ -65,7 +65,7 @@ class ActionCosts:
         self._iterates, self._graphs = kernels.captures_iteration, kernels.captures
         kinds = problem.layer_kinds if kernels.captures or kernels.compiled else ()
         self._eager = [frozenset[str]() for _ in kinds]
-        """The operators of each kind of layer that are in no graph."""
+        """For each kind of layer, the operators that are in no graph."""
         if kernels.captures:
             self._eager = [uncaptured(kernels, work, table) for table in kinds]
             self._begins = [*map(_graph_begins, kinds, self._eager)]
@@ -109,7 +109,8 @@ class ActionCosts:
             held = self._holds and self.held(action)
             if kind in ORDERING:
                 return Timing(0.0, 0.0, held) if held else NO_TIME
-            if held or self._begins or kind is Kind.STALL:  # its place matters too
+            # These timings depend on the action's place in its block, so they are not cached.
+            if held or self._begins or kind is Kind.STALL:
                 return Timing(self(action, rank), self.issue_s(action, rank), held)
             comm, beside = action.exchange.comm, action.exchange.beside
             where = (beside, action.variant) if beside else ()
@@ -128,11 +129,11 @@ class ActionCosts:
         return found
 
     def issue_s(self, action: Action, rank: int) -> float:
-        """Return the seconds that the host takes to issue an action: a launch per kernel, or a
+        """Return the seconds that the host takes to issue an action: a launch for each kernel, or a
         single launch for a collective, a message or a copy.  A STALL has no launch.  A layer's CUDA
-        graph is one launch, at its first action, and so is a compiled region, the kernels between
-        two collectives.  An iteration's graph is launched with the update, which no graph holds.
-        Launches of a mixture of experts that no graph holds have a pace of their own."""
+        graph is one launch, at its first action; so is a compiled region, which has the kernels
+        between two collectives.  An iteration's graph is launched together with the update, which
+        is in no graph.  Launches of a mixture of experts outside graphs take another time."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         launch_s = self.cost.host_launch_s
@@ -154,10 +155,10 @@ class ActionCosts:
         return calls * launch_s + loops_s + hook_s
 
     def _inside(self, action: Action) -> bool:
-        """Whether an action is in a layer's CUDA graph or compiled region but is not its first
-        action, or in the graph of an iteration.  A graph of a layer holds its kernels and the
-        collectives between them, but no reduction and no copy of gradients; a region holds kernels
-        alone."""
+        """Whether an action needs no launch, because it is in an iteration's graph, or in a layer's
+        CUDA graph or compiled region and not its first action.  A layer's graph has its kernels and
+        the collectives between them, but no reduction or copy of gradients; a region has only
+        kernels."""
         if self._iterates:
             return action.kind is not Kind.OPTIMIZER
         if not self._begins or action.part.letter != "L":
@@ -173,9 +174,9 @@ class ActionCosts:
         return action.op not in first or (graphs and action.rows.offset > 0)
 
     def held(self, action: Action) -> bool:
-        """Whether the host waits for the action: for a message to arrive if the stack makes
-        messages synchronous, for a copy of activations to end if its copies block, for the counts
-        of experts' tokens, or for each action to end if launches block."""
+        """Whether the host waits for the action: for a message to arrive, if the stack's messages
+        are synchronous; for a copy of activations to end, if its copies block; for the counts of
+        experts' tokens; or for every action to end, if its launches block."""
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
         if self._iterates:
@@ -187,8 +188,8 @@ class ActionCosts:
         return self._waits_for_messages and action.wait is not None and bool(action.wait.message)
 
     def alike(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal costs: the same kinds of links in their
-        groups and for their messages to other stages."""
+        """Return a key that is equal for ranks with equal costs: those with the same kinds of links
+        in their groups and to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         other = sum(self.problem.embedding_ranks or (0, pp - 1)) - rank
         peers = [peer % pp for peer in (rank + 1, rank - 1, other)]
@@ -215,8 +216,8 @@ class ActionCosts:
         return self.cost.overlapped_s(seconds, other_s * rows.fraction, overlaps)
 
     def _stall_s(self, action: Action, rank: int) -> float:
-        """Seconds by which a collective slows compute: all compute that follows, or the single
-        kernel that was moved into the collective's window."""
+        """Seconds by which a collective slows compute: all kernels that run meanwhile, or the
+        single kernel that was moved into the collective's window."""
         comm, rows = action.exchange.comm, action.rows
         assert comm is not None
         if action.op == STALL:
@@ -226,7 +227,7 @@ class ActionCosts:
         return self.cost.stall_s(comm, rank, kernel_s)
 
     def _exposed(self, action: Action, rank: int) -> float:
-        """The share of an exchange's seconds that the pass beside it leaves."""
+        """The share of an exchange's seconds that the pass beside it does not hide."""
         key = (action.variant, rank)
         if key not in self._shares:
             table = self.problem.layer_kinds[action.variant]
@@ -248,7 +249,7 @@ class ActionCosts:
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         word = action.op.partition("%")[0]
         peer = sum(ends) - rank if word == "tied" else rank + STEP[word]
-        if peer == rank:  # the rank's other chunk receives it
+        if peer == rank:  # The rank's other chunk receives the message.
             return 0.0
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
@@ -269,9 +270,9 @@ class ActionCosts:
         return self.cost.device_copy_s(action.nbytes)
 
     def _optimizer_s(self, action: Action, rank: int) -> float:
-        """Seconds of an update, on the device or the host, and of the quantised copies of weights
-        that follow it (deviation: those of the layers that the base plan gives to the rank); the
-        action's `nbytes` are the bytes of the updated parameters in compute precision."""
+        """Seconds of an update on the device or the host, and of quantising weights after it
+        (deviation: the weights of the layers that the base plan gives to the rank).  The action's
+        `nbytes` are the bytes of the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
             held = quantised_weights(self.problem, self.problem.base_plan, rank)
@@ -292,7 +293,7 @@ _OTHERS = {
 
 
 Begins = dict[Kind, frozenset[str]]
-"""The operators of a layer whose action of a kind is a launch."""
+"""For each kind of action, the operators of a layer whose action needs a launch."""
 
 
 def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTable:
@@ -310,8 +311,8 @@ def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTab
 
 
 def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
-    """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
-    the last operator with an input gradient; and those in no graph, which are launched each."""
+    """The operators with which a layer's CUDA graphs begin (the first operator with a forward, the
+    last operator with an input gradient), and all operators outside graphs."""
     inside = [op for op in table.ops if op.name not in eager]
     forward = {op.name for op in [one for one in inside if one.forward][:1]}
     backward = {op.name for op in [one for one in inside if one.backward_input][-1:]}
@@ -320,8 +321,8 @@ def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
 
 
 def _region_begins(table: OpTable) -> Begins:
-    """The operators that a layer's compiled regions begin with: a collective ends a region, and so
-    does the end of the layer."""
+    """The operators with which a layer's compiled regions begin.  A region ends at a collective and
+    at the end of the layer."""
     forward, backward = set(), set()
     broken = True
     for op in table.ops:
@@ -349,5 +350,5 @@ def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
 
 
 def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
-    """Return the costs of a problem's actions, with a program slowed by its copies and messages."""
+    """Return the costs of a problem's actions, slowed by a program's copies and messages."""
     return ActionCosts(problem, program)

@@ -25,9 +25,8 @@ from rematbench.evidence.kernels.kernel_rows import (
     PASSES,
     Array,
     ByteRows,
-    KernelFitError,
+    KernelError,
     KernelRow,
-    KernelRowError,
     Rows,
     Sources,
     attention_flop,
@@ -324,14 +323,14 @@ def elements(row: KernelRow) -> int:
 
 
 def seconds(row: KernelRow) -> float:
-    """Seconds of a memory-bound row, from seconds or from bytes/s; KernelRowError if it has
+    """Seconds of a memory-bound row, from seconds or from bytes/s; KernelError if it has
     neither."""
     figure = measured(row)
     if figure.quantity == "seconds":
         return figure.value
     once = ONCE.get((row.what, row.shape.get("pass", "")))
     if figure.quantity != "bytes_per_s" or once is None:
-        raise KernelRowError(f"kernels.csv line {row.line}: no seconds in {row.unit}")
+        raise KernelError(f"kernels.csv line {row.line}: no seconds in {row.unit}")
     return once * elements(row) / figure.value
 
 
@@ -355,13 +354,11 @@ def fit_bytes(
     sources: Sources, declared: ByteRows, rows: Rows, hbm: Mapping[str, float]
 ) -> ByteRates:
     """Bytes per element and fixed seconds of both passes, fitted jointly by robust least squares of
-    logarithms.  KernelFitError if the rows have only one pass."""
+    logarithms.  KernelError if the rows have only one pass."""
     own = [row for row in rows if declared.match.holds(row)]
     kinds = {row.shape.get("pass") for row in own}
     if "forward" not in kinds or len(kinds) < 2:
-        raise KernelFitError(
-            f"kernels.csv: not both passes in {msgspec.to_builtins(declared.match)}"
-        )
+        raise KernelError(f"kernels.csv: not both passes in {msgspec.to_builtins(declared.match)}")
     real = np.array([seconds(row) for row in own])
     hbm_rates = [reached_hbm(sources, row, hbm) for row in own]
     weights = document_weights(own)

@@ -19,7 +19,7 @@ from rematbench.evidence.kernels.kernel_curves import (
     rounded,
 )
 from rematbench.evidence.kernels.kernel_rows import (
-    KernelFitError,
+    KernelError,
     KernelRow,
     Match,
     Rows,
@@ -48,12 +48,10 @@ HEADER = """# Written by `python -m rematbench.evidence.kernels.kernel_fit` from
 
 
 def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[KernelRow]:
-    """The rows of a generation that match; KernelFitError if no row matches."""
+    """The rows of a generation that match; KernelError if no row matches."""
     found = [r for r in rows if sources.of_generation(generation, r) and match.holds(r)]
     if not found:
-        raise KernelFitError(
-            f"kernels.csv: no {generation} row matches {msgspec.to_builtins(match)}"
-        )
+        raise KernelError(f"kernels.csv: no {generation} row matches {msgspec.to_builtins(match)}")
     return found
 
 
@@ -71,13 +69,11 @@ def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
 
 
 def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows) -> Share:
-    """The median of a share over its rows, or the declared value; KernelFitError if sources.yaml
+    """The median of a share over its rows, or the declared value; KernelError if sources.yaml
     gives neither or no row matches."""
     if declared.match is None:
         if declared.value is None or not declared.source:
-            raise KernelFitError(
-                f"sources.yaml: a share of {generation} has neither rows nor value"
-            )
+            raise KernelError(f"sources.yaml: a share of {generation} has neither rows nor value")
         return Share(value=declared.value, evidence=Evidence(source=declared.source))
     found = [
         r
@@ -86,7 +82,7 @@ def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows
         and (sources.of_generation(generation, r) or r.gpu not in sources.gpus)
     ]
     if not found:
-        raise KernelFitError(f"kernels.csv: no row for {msgspec.to_builtins(declared)}")
+        raise KernelError(f"kernels.csv: no row for {msgspec.to_builtins(declared)}")
     base = 1.0
     if declared.against is not None:
         base = median(measured(r).value for r in rows if declared.against.holds(r))
@@ -131,14 +127,14 @@ def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
 
 
 def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
-    """The content of every file of config/kernels except sources.yaml, by name.  KernelFitError if
+    """The content of every file of config/kernels except sources.yaml, by name.  KernelError if
     a row is neither used nor excluded.  The result is deterministic."""
     sources = load_sources(folder / f"{SOURCES}.yaml")
     every = read_kernel_rows(published)
     lost = unclaimed(sources, every)
     if lost:
         lines = ", ".join(str(row.line) for row in lost)
-        raise KernelFitError(f"kernels.csv: neither used nor excluded: lines {lines}")
+        raise KernelError(f"kernels.csv: lines {lines} are neither used nor excluded")
     rows = sources.used(every)
     found = {name: fit_generation(sources, name, rows) for name in sources.generations}
     hbm = {name: part.hbm.value for name, part in found.items()}

@@ -12,13 +12,14 @@ reason in sources.yaml; otherwise the fit fails (`unclaimed`, `outliers`).
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from rematbench.inputs.configfile import convert
 from rematbench.inputs.kernel_rates import Evidence, Outlier
 
 KernelKind = Literal[
@@ -59,9 +60,9 @@ UNITS: dict[str, tuple[Quantity, float]] = {
 }
 
 
-class KernelRowError(ValueError):
-    """A row cannot be read; the message is one line with the file, line, column and allowed
-    values."""
+class KernelError(ValueError):
+    """A row cannot be read, is used by no rate, or is off its curve without a reason; the message
+    is one line."""
 
 
 class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,12 +81,12 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str
 
     def size(self, key: str) -> int:
-        """A whole number of the shape; KernelRowError if the key is missing or its value is not a
+        """A whole number of the shape; KernelError if the key is missing or its value is not a
         whole number."""
         try:
             return int(self.shape[key])
         except (KeyError, ValueError):
-            raise KernelRowError(
+            raise KernelError(
                 f"kernels.csv line {self.line}: shape has no whole number {key!r}"
             ) from None
 
@@ -102,28 +103,20 @@ class Figure(Struct, frozen=True, kw_only=True):
 
 
 def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
-    """Every row of the file; KernelRowError for the first row that cannot be read."""
+    """Every row of the file; KernelError for the first row that cannot be read."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != (columns := KernelRow.__struct_fields__[1:]):
-            raise KernelRowError(f"{path.name}: columns must be {', '.join(columns)}")
+            raise KernelError(f"{path.name}: columns must be {', '.join(columns)}")
         return tuple(_row(cells, reader.line_num, path.name) for cells in reader)
 
 
 def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
-    for column, allowed in (("what", get_args(KernelKind)), ("unit", get_args(Unit))):
-        if cells[column] not in allowed:
-            known = ", ".join(allowed)
-            raise KernelRowError(
-                f"{label} line {line}: {column} {cells[column]!r} (known: {known})"
-            )
     try:
-        shape = parse_shape(cells["shape"])
-        return msgspec.convert(
-            {**cells, "line": line, "shape": shape, "value": float(cells["value"])}, type=KernelRow
-        )
+        typed = {"line": line, "shape": parse_shape(cells["shape"]), "value": float(cells["value"])}
+        return convert({**cells, **typed}, KernelRow, "")
     except ValueError as error:
-        raise KernelRowError(f"{label} line {line}: {error}") from None
+        raise KernelError(f"{label} line {line}: {error}") from None
 
 
 def parse_shape(text: str) -> dict[str, str]:
@@ -182,7 +175,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A condition on rows; a row matches if every non-empty field holds.
 
     `what`, `gpu`, `dtype`, `unit` and the values of `shape` must equal one of the listed words.
-    `source`, `implementation`, `convention` and `note` must contain one of the listed texts.
+    `source`, `implementation` and `note` must contain one of the listed texts.
     `at_least` and `below` bound numbers of the shape, or `value` (in the published unit).
     """
 
@@ -192,7 +185,6 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu: tuple[str, ...] = ()
     dtype: tuple[str, ...] = ()
     unit: tuple[str, ...] = ()
-    convention: tuple[str, ...] = ()
     note: tuple[str, ...] = ()
     shape: dict[str, tuple[str, ...]] = {}
     at_least: dict[str, float] = {}
@@ -203,7 +195,6 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         parts = (
             (self.source, row.source),
             (self.implementation, row.implementation),
-            (self.convention, row.convention),
             (self.note, row.note),
         )
         return (
@@ -230,10 +221,6 @@ Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = Sequence[KernelRow]
 
 Of = Literal["hbm", "nvlink", "nic", "pcie", "one", "against"]
-
-
-class KernelFitError(ValueError):
-    """Rows are unused by any rate, or off their curve without a reason; the message is one line."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -383,7 +370,7 @@ TOLERANCE = 0.10
 def outliers(
     sources: Sources, rows: Sequence[KernelRow], deviations: Mapping[int, float]
 ) -> tuple[Outlier, ...]:
-    """The rows more than TOLERANCE off their curve, by reason.  KernelFitError if such a row has no
+    """The rows more than TOLERANCE off their curve, by reason.  KernelError if such a row has no
     reason.
 
     `deviations`: measured / predicted speed - 1, by line of the CSV.
@@ -399,9 +386,7 @@ def outliers(
         else:
             by_reason.setdefault(reason, []).append(row.line)
     if nameless:
-        raise KernelFitError(
-            f"kernels.csv: off their curve without a reason: {'; '.join(nameless)}"
-        )
+        raise KernelError(f"kernels.csv: off their curve without a reason: {'; '.join(nameless)}")
     return tuple(
         Outlier(
             reason=reason,
@@ -420,7 +405,7 @@ def evidence(
     source: str = "",
 ) -> Evidence:
     """The evidence of fitted numbers; `speeds`: measured / predicted speed of each row.
-    KernelFitError if an outlier has no reason."""
+    KernelError if an outlier has no reason."""
     off = {row.line: float(speed) - 1.0 for row, speed in zip(rows, speeds, strict=True)}
     return Evidence(
         fitted=fitted,

@@ -10,11 +10,12 @@ from itertools import product
 from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import Cell, whole
 from rematbench.evidence.published.words import committed, sheets
+from rematbench.host.table import grouped
 from rematbench.plugins.registry import Registry
 
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"
 BESIDE = "published beside"
-"""The purpose of published rows of other sheets than runs.csv."""
+"""The purpose (column `cell`) of published rows that are not from runs.csv."""
 WATERFALL = ("engine", "layout", "checkpointing", "offload")
 LAYOUTS = "layouts that fit"
 OURS = "rematbench, derived from: "
@@ -43,10 +44,7 @@ def every_cell() -> list[Cell]:
 
 def bundles(cells: Iterable[Cell], registry: Registry) -> dict[str, list[Cell]]:
     """Cells by bundle."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(bundle_of(cell, registry), []).append(cell)
-    return found
+    return grouped((bundle_of(cell, registry), cell) for cell in cells)
 
 
 def alpha_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:

@@ -83,7 +83,7 @@ def korthikanti_layer_bytes(
     """
     h, t = model.hidden, layout.tp
     unit = seq_len * layout.micro_batch * h
-    whole = 1 / t if layout.sp else 1.0  # tensors that tensor parallelism alone does not split
+    whole = 1 / t if layout.sp else 1.0  # without sp these tensors are not split
     if recomputation == "full":
         return 2 * unit * whole
     scores = 5 * model.num_heads * seq_len / h if recomputation == "none" else 0.0

@@ -31,7 +31,7 @@ from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Degrees, Layout, LayoutError
+from rematbench.inputs.layout import Degrees, Layout, LayoutError, partition_of_sizes
 from rematbench.inputs.load import (
     Kind,
     claim_of_row,
@@ -42,7 +42,7 @@ from rematbench.inputs.load import (
     names,
     version_of,
 )
-from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
+from rematbench.inputs.stages import stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
 from rematbench.model import GATED
 from rematbench.plan import Unsupported
@@ -58,22 +58,17 @@ PRINTED = ("forward_s", "backward_s", "update_s", "host_used_gib")
 """Further columns with results that a prediction has."""
 LAYOUT_COLUMNS = ("global_batch", "tp", "pp")
 SHAPE_COLUMNS = {
-    "layers": "num_layers",
-    "hidden": "hidden",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "ffn": "ffn",
-    "vocab": "vocab",
-    "head_dim": "head_dim",
+    **{"layers": "num_layers", "hidden": "hidden", "heads": "num_heads"},
+    **{"kv_heads": "num_kv_heads", "ffn": "ffn", "vocab": "vocab", "head_dim": "head_dim"},
 }
 OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
 
 
 class HostedStates(Struct, frozen=True, kw_only=True):
-    """Optimizer states in host memory, as a row places them: the share of sub-groups on the host,
-    one in `interleave` of which visits the device (0: none); the kind of node as the row names it,
-    the number of nodes, and the ranks of each."""
+    """Optimizer states in host memory, as a row places them.  `share`: the share of sub-groups on
+    the host; one in `interleave` of these visits the device (0: none).  `node`: the kind of node as
+    the row names it; `nodes`: their number; `ranks`: the ranks of each."""
 
     node: str
     nodes: int
@@ -85,8 +80,8 @@ class HostedStates(Struct, frozen=True, kw_only=True):
 class PublishedCase(Job, frozen=True, kw_only=True):
     """A published row as a job with a method and its settings; equal cases have equal predictions.
     `assumed`: a remark on properties of the model that the row does not give.  `peak_kind`,
-    `peak_rank`: what its peak is, and of which pipeline rank.  `prints`: what else it prints of
-    PRINTED."""
+    `peak_rank`: which bytes its peak counts, and of which pipeline rank.  `prints`: the columns of
+    PRINTED that the row has."""
 
     model: Model
     system: System
@@ -126,7 +121,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     method, settings = _policy(row, registry)
     if passes := words.job.pop("passes", ""):
         if method != IDENTITY:
-            raise RowError("unsupported", f"{passes} with {method} is not predicted from rows")
+            raise RowError("unsupported", f"{passes} with {method} is not modelled for rows")
         method, settings = passes, {}
     cluster = _shipped("cluster", words.job.pop("cluster", text(row, "cluster")))
     if not cluster:
@@ -204,23 +199,21 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
             shape = {"vocab": load_model(kin).vocab} | shape
         missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
         if missing:
-            columns = ", ".join(missing)
-            reason = f"unknown model {name!r}, and no column {columns} to build it"
+            reason = f"unknown model {name!r}, and no column {', '.join(missing)} to build it"
             raise RowError("failed", f"{reason} (the column also takes a model's file)")
         relative = _relative(name, mlp)
         model = replace(load_model(relative), max_positions=0)
         plain = flag(row, "plain_heads", False)
-        head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
-        shape["head_dim"] = head_dim
+        shape["head_dim"] = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         tied = flag(row, "tied", model.tied_embeddings)
         ends = "tied ends" if tied else "ends not tied"
         taken = f"{ASSUMED} {relative} ({_taken(model)})"
-        assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
+        assumed = f"{taken}; head_dim {shape['head_dim']}, {ends}, no windows"
     stated = {"tied_embeddings": tied, **words}
     if latent:
         stated["latent"] = _latent(model, latent)
     for every, column in ((1, "window"), (2, "alternate_window")):
-        if size := stated.pop(column, 0):  # the first layer has a window
+        if size := stated.pop(column, 0):  # the first layer has the window
             layers = range(shape.get("num_layers", model.num_layers))
             stated["attention_window"] = tuple(0 if i % every else size for i in layers)
     if text(row, "experts") not in NONE:
@@ -312,7 +305,8 @@ def _head_dim(name: str, shape: dict[str, int], mlp: str, *, plain: bool) -> int
 
 
 def _taken(model: Model) -> str:
-    """What a row's model has of a similar model: norms, biases, positions and dropout."""
+    """What a row's model takes from a similar model, in words: norms, biases, positions,
+    dropout."""
     biased = ("qkv_bias", "proj_bias", "mlp_bias")
     biases = [name.removesuffix("_bias") for name in biased if getattr(model, name)]
     return ", ".join(
@@ -333,7 +327,9 @@ def _relative(name: str, mlp: str) -> str:
     has experts."""
     family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
     known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
-    known.sort(key=lambda n: n.split("-")[0] != name.lower().split("-")[0])  # of one version first
+    known.sort(
+        key=lambda n: n.split("-")[0] != name.lower().split("-")[0]
+    )  # those of the same version come first
     gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
         relative = load_model(candidate)
@@ -344,8 +340,8 @@ def _relative(name: str, mlp: str) -> str:
 
 
 def _kin(name: str) -> str:
-    """The known model with whose name and a dash a row's name begins, as of a family of tests of
-    one tokenizer; empty if there is none."""
+    """The longest known model name NAME such that the row's name begins with `NAME-`, as test
+    models that share a tokenizer do; empty if there is none."""
     return max((n for n in names("model") if name.lower().startswith(f"{n}-")), key=len, default="")
 
 
@@ -389,8 +385,8 @@ def _system(row: Row, words: dict[str, Any]) -> System:
 
 
 def _layout(row: Row, system: System, instances: int) -> Layout:
-    """The layout of a row, whose optimizer is sharded in so many instances; dp follows from gpus
-    where the row does not have it."""
+    """The layout of a row; dp follows from gpus if the row does not have it.  `instances`: how many
+    replicas of the sharded optimizer there are."""
     missing = [column for column in LAYOUT_COLUMNS if not text(row, column)]
     if not text(row, "dp") and (missing or not text(row, "gpus")):
         missing.append("dp")
@@ -430,7 +426,7 @@ def _stages(row: Row, layers: int, layout: Layout, ends: int, last: int | None) 
         sizes = [int(word) if word.strip().isdigit() else -1 for word in cells]
     else:
         size, rest = divmod(layers + 2 * ends, layout.num_chunks)
-        if not ends or rest or size > ends:  # the even partition takes them there
+        if not ends or rest or size > ends:  # an even partition does the same
             return "" if ends else text(row, "pp_layout")
         sizes = [size - ends, *[size] * (layout.num_chunks - 2), size - ends]
     if min(sizes) < 0 or len(sizes) != layout.num_chunks or sum(sizes) != layers:

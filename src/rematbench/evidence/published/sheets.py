@@ -30,9 +30,9 @@ Quantity = Literal["allocated", "reserved", "device"]
 """Device bytes of the fullest GPU, each a part of the next: torch's max_memory_allocated, its
 max_memory_reserved, and the device total, which nvidia-smi shows."""
 PeakKind = Literal["allocated", "reserved", "device", "computed", "unstated"]
-"""What a row's `peak_device_bytes` is: a Quantity; `computed` by formulas, not measured (states of
-the first stage's layers, and their kept activations times the micro-batches in flight); or
-`unstated` by its source, which is compared with nothing."""
+"""What a row's `peak_device_bytes` counts: a Quantity; `computed`, by formulas and not measured
+(states of the first stage's layers, and their kept activations times the micro-batches in flight);
+or `unstated`: the source does not say, so nothing is compared with it."""
 
 
 PeakRank = Literal["fullest", "first", "last"]
@@ -160,11 +160,11 @@ KINDS: dict[str, PeakKind] = {
     "device": "device",
     "nvidia-smi": "device",
 }
-"""Words of sources for what a peak is; the first counts."""
+"""The kind of peak by the word that a source uses for it; the first of these in a cell counts."""
 
 
 def read_peak_kind(row: Row) -> PeakKind:
-    """What the peak of a row is, by the words of its source; unstated where it has other words."""
+    """The kind of a row's peak, from the words of its source; `unstated` for unknown words."""
     cell = text(row, "peak_kind").lower() or "allocated"
     if UNSTATED.search(cell):
         return "unstated"
@@ -257,7 +257,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
 
 
 def _why_missing(missing: list[str], columns: list[str]) -> str:
-    """Why columns are missing: another separator, names in another form, or none of both."""
+    """Why columns are missing: another separator, names in another form, or neither."""
     first = columns[0] if len(columns) == 1 else ""
     separator = next((mark for mark in (";", "\t", "|") if mark in first), "")
     if separator:
@@ -273,14 +273,15 @@ def read_cells(
     path: Path,
     option: str,
     *needed: str,
-    columns: Iterable[str] = CONFIGURATION,
     checked: bool = False,
 ) -> Sheet:
-    """Read a sheet with the columns `columns` and, for published or predicted cells, `needed`.
-    UserError with the option's name if a column is missing or if a number is wrong (numbers are
-    checked with `needed` or `checked`)."""
+    """Read a sheet with the columns of CONFIGURATION and, for published or predicted cells,
+    `needed`. UserError with the option's name if a column is missing or if a number is wrong
+    (numbers are checked with `needed` or `checked`)."""
     try:
-        sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
+        sheet = read_sheet(
+            path, dict.fromkeys([*CONFIGURATION, *(SCORED if needed else ()), *needed])
+        )
         if needed or checked:
             check_numbers(sheet, str(path))
             fill_speed(sheet)

@@ -40,24 +40,24 @@ class Meaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The words of a column, each with its meaning or with the reason why it has no effect.
-
-    A cell is cut into words by `split`, and words in parentheses are details of the others.
-    `matters`: an unknown word is refused where this expression is in it; without it, every unknown
-    word is, and no detail.  `refused`: the reason.  `of_model`: unknown words have no effect for a
-    model whose file is shipped.  `inside`: the columns and the expressions that find the cell in
-    them, for words that are part of a note.  `missing`: the column counts where that one is empty.
-    `without`: meanings of words that a cell with other words does not have.
-    """
+    """The words of a column: how a cell is cut into words, and what each word means."""
 
     terms: dict[str, str | Meaning] = {}
+    """Each known word with its meaning, or with the reason why it has no effect."""
     split: str = "[,;:]"
+    """What separates words.  Words in parentheses are details of the words before them."""
     matters: str | None = None
+    """An unknown word is refused if this expression matches in it (none: if it is no detail)."""
     refused: str = ""
+    """The reason for a refusal (empty: the unknown word itself)."""
     of_model: bool = False
+    """Whether unknown words are ignored for a model whose file is shipped."""
     inside: dict[str, str] = {}
+    """Where the words are a part of another column: its name, and the expression of that part."""
     missing: str = ""
+    """The words are read only if this column is empty."""
     without: dict[str, Meaning] = {}
+    """For each of these words, what its absence from the cell means."""
 
     def meaning(self, word: str) -> str | Meaning | None:
         """What a word means, with the number in it in place of N; None if it is unknown."""
@@ -75,8 +75,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Sheet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sheet of results/published: cells that all of its rows have where they are empty (`given`),
-    and facts of their models and stacks, with their source."""
+    """A sheet of results/published.  `given`: values of cells that are empty in its rows; `model`,
+    `stack`: facts of all of its rows, with their source."""
 
     given: dict[str, str] = {}
     model: dict[str, Any] = {}
@@ -93,8 +93,8 @@ class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Said(Struct, kw_only=True):
-    """What the words of a row state, the columns that are read, and a line for each refused
-    word."""
+    """What the words of a row state (`row`, `model`, `stack`, `job`: as in Meaning), the columns
+    that were read, and a line for each refused word."""
 
     row: dict[str, Any]
     model: dict[str, Any] = {}
@@ -179,7 +179,8 @@ def committed(name: str) -> tuple[Cell, ...]:
 
 
 def said(row: Row) -> Said:
-    """What the words of a row mean; a word that a table refuses speaks for its cell."""
+    """What the words of a row mean; if a word is refused, the other words of its cell are not
+    read."""
     whole = _file().sheets.get(text(row, "sheet"), Sheet())
     found = Said(row=dict(row), model=dict(whole.model), stack=dict(whole.stack))
     for name, column in _file().columns.items():
@@ -247,7 +248,7 @@ def _matters(column: Words, word: str, *, detail: bool) -> bool:
 
 
 def _is_choice(name: str, column: Words, cell: str) -> bool:
-    """Whether a cell is a value of a fact of the job, which the column leaves to it."""
+    """Whether a cell is a plain value of the job's fact of this name, which needs no meaning."""
     known = facts(Job).get(name)
     values = get_args(plain_type(known)) if known else ()
     return cell in values and column.meaning(cell) is None

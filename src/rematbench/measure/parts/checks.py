@@ -169,7 +169,7 @@ def _lossless(cells: Cells) -> Iterator[Finding]:
 def _short(
     said: Iterable[tuple[str, bool | None, str]],
 ) -> list[tuple[str, bool | None, str]]:
-    """The entries sorted by cell name, with the problem's name removed from each."""
+    """The entries sorted by cell name, each without the name of its problem."""
     return [(name.split(".", 1)[-1], holds, text) for name, holds, text in sorted(said)]
 
 

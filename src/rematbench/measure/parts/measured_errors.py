@@ -12,7 +12,7 @@ from rematbench.measure.parts.checks import SUMMARY, read_summary
 from rematbench.measure.records import Prediction, Turn, read_lines
 
 TIME_BAR = 0.05
-"""Expected before any measurement: the mean absolute error of time (ours)."""
+"""The mean absolute error of time that we expected before any measurement."""
 CPU_NOTE = "This was a trial run on a CPU: the times mean nothing."
 
 
@@ -62,8 +62,8 @@ def devices_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def caveats(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the first sentences of a note, for rows of a CPU and predictions that came too late;
-    otherwise empty."""
+    """Return the first sentences of a note: a warning for rows of a CPU, and one for predictions
+    that were written after their measurement; empty if neither applies."""
     early = all(row["predicted_first"] for row in rows)
-    told = "" if early else "NOT every prediction was written before its measurement. "
-    return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + told
+    late = "" if early else "NOT every prediction was written before its measurement. "
+    return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + late

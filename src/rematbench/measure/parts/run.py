@@ -35,10 +35,10 @@ ON_DEMAND = {
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: steps of real packages, predicted
-steps by turns, and by turns the plans of a search."""
+"""Seconds that each part may take that runs only on request: steps of real packages, and by turns
+the steps of methods and the plans of a search."""
 ENDS_S = 25.0
-"""Seconds of a part with a line for each measurement that are left for its last one to end."""
+"""Seconds between the planned end of a part's last turn and the limit of the part."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
@@ -113,8 +113,8 @@ def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None
 
 
 def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
-    """The parts of the summary that is there, without those that run now; none of a summary of
-    another device, or of one that cannot be read."""
+    """The parts that the summary of an earlier command lists, except those that run now; none if
+    the summary is missing, unreadable or of another device."""
     try:
         found = read_summary(path)
     except (OSError, RecordError):
@@ -165,8 +165,8 @@ def summarize(ended: tuple[Ran, ...], request: GpuRequest, device: str) -> Summa
 
 
 def _lossless(request: GpuRequest) -> None:
-    """Compare every method's gradients with keep_all's, one launch per problem, all at once: a part
-    without seconds."""
+    """Compare every method's gradients with keep_all's. All problems run at the same time, each in
+    one launch, because nothing is timed here."""
     every = request.cells("lossless")
     same = [
         [cell for cell in every if problem_of(cell.name) == problem]

@@ -38,7 +38,7 @@ from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cell
 
 SHOWN = 200
-"""Rows of an answer that are examined for different compositions."""
+"""The number of a search's rows among which different compositions are looked for."""
 
 
 class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,8 +26,8 @@ EXECUTOR_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""The attention operators that the executor calls, in its order; cuDNN's comes first where the
-problem asks for it."""
+"""The attention operators in the executor's order of preference; if the problem's kernel is
+`cudnn`, cuDNN's operator precedes them."""
 
 
 class _Linear(torch.autograd.Function):

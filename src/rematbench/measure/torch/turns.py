@@ -38,8 +38,8 @@ RULE = AdamW(lr=1e-4)
 SEED = 7
 MAX_STEPS = 5
 TIMED_S = 1.0
-"""Seconds of timed steps of a turn: one step if it takes longer, at most MAX_STEPS.  More turns
-say more than more steps of a turn, because rounds differ by more than the steps of a turn do."""
+"""The timed steps of a turn take about this many seconds: at least one step, at most MAX_STEPS.
+Further turns tell more than further steps, because rounds differ more than the steps of a turn."""
 
 
 class TurnResult(NamedTuple):
@@ -57,7 +57,7 @@ class TurnResult(NamedTuple):
 
 class Turns:
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
-        """`state` asks for the GPU's state."""
+        """`state` reads the GPU's state."""
         torch.set_num_threads(1)  # as in a rank's process
         self.device, self.state = device, state
         self.parameters: dict[str, Parameter] = {}
@@ -68,8 +68,8 @@ class Turns:
     def turn(
         self, problem: Problem, plan: Plan, means: Means | None = None
     ) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `TurnResult`.  `means`:
-        the step written by hand with these means of torch, in place of the plan's executor."""
+        """The status of a turn, the reason of a failure, and the fields of `TurnResult`. `means`:
+        run the step written by hand, with these torch features, in place of the plan's executor."""
         try:
             return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:
@@ -110,8 +110,8 @@ class Turns:
         return TurnResult(tuple(steps), tuple(issued), warm_s, *peaks, state)
 
     def executor(self, problem: Problem, plan: Plan, kind: type[Executor] = Executor) -> Executor:
-        """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan
-        whose states are elsewhere."""
+        """The executor of a plan on the shared weights, with its batch. NotExecutable for a plan
+        with an optimizer in host memory or an update in the backward."""
         require_executable(problem, plan)
         optimizer = plan.state("optimizer")
         if optimizer.update == "backward" or optimizer.home == "host":
@@ -123,8 +123,8 @@ class Turns:
         return kind(lower(plan, problem).ranks[0], model, groups_of(problem), optimizer=RULE)
 
     def _model(self, problem: Problem, plan: Plan) -> RankModel:
-        """The model of the first rank, with its batch, on the weights of the turn before if those
-        are of the same model."""
+        """The model of the first rank, with its batch. It takes over the weights of the previous
+        turn if that had the same model."""
         whose = (problem.workload.model, plan.partition[0])
         if whose != self.whose:
             self.whose, self.parameters = whose, {}
@@ -145,7 +145,8 @@ class Turns:
         return model
 
     def _peaks(self, pinned: int) -> tuple[int, int, int]:
-        """Allocated, reserved and pinned bytes; `pinned`: what the executor says that it pins."""
+        """Allocated, reserved and pinned bytes; `pinned`: the bytes that the executor itself has
+        pinned."""
         if self.device.type != "cuda":
             return 0, 0, pinned
         return (

@@ -23,7 +23,7 @@ PREDICTED = (
     *SCORED,
     *("sheet", "pred_status", f"pred_{SPEED}", "pred_device_total_bytes", "pred_headroom_bytes"),
 )
-"""Columns that predicted rows need."""
+"""The columns that a sheet of predicted rows must have."""
 PROCESSES = 2
 
 

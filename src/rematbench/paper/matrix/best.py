@@ -83,7 +83,7 @@ def cell_job(
     """The searches of one cell.  The cells of one model and length share `evaluator` and `programs`
     (of probes)."""
     hosts = may_host(load_cluster(cluster), load_system(spec.system))
-    home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
+    home = {"optimizer": "device"} if hosts else {}  # all arms keep the states where the stack does
     problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
     fixed = Fixed(sp=True, micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
     request = SearchRequest(spec=problem, fixed=fixed, within=spec.within)
@@ -178,7 +178,7 @@ class Answers:
         best = _answer(cell, search)
         if best.choice is None:
             return best
-        if not any(one.share for one in candidates):  # a method that chooses by itself does so now
+        if not any(one.share for one in candidates):  # a method may choose its own share
             chosen = any(chooses(one, self.registry) for one in method.methods)
             return self._faster(best, method.text) if chosen else best
         while (text := _smaller_share(candidates, best.name)) is not None:
@@ -189,7 +189,7 @@ class Answers:
         return best
 
     def _faster(self, answer: CommittedPlan, text: str) -> CommittedPlan:
-        """An answer, or that of a method's `text` at the same layout where its step is shorter."""
+        """The answer, or the plan of the method `text` at this layout if its step is shorter."""
         assert answer.choice is not None
         there = self.cell.trials(answer.choice)
         step_s = there.trial(text, self.registry).result.fitting_s
@@ -199,8 +199,8 @@ class Answers:
 
 
 def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
-    """The text of a candidate at the step of its share before the step with `text`, from share 0
-    on; None before the first."""
+    """The text of the method with the next smaller share of its grid; None if the share of `text`
+    is the smallest."""
     for one in candidates:
         scalar = one.share.scalar if one.share else None
         texts = [one.text(step) for step in range(scalar.steps + 1 if scalar else 0)]
@@ -210,7 +210,7 @@ def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
 
 
 def _answer(cell: SearchJob, search: Search) -> CommittedPlan:
-    """The answer of a search, which ends with a fixed amount of work."""
+    """The answer of a search that stops after a fixed amount of work."""
     results, simulations = in_one_process(search, most_work=ONE_PROCESS_WORK)
     layouts, excluded = len(cell.space.choices), search.excluded
     work = CommittedPlan(gap=search.gap, layouts=layouts, simulations=simulations)
@@ -234,7 +234,7 @@ def best_lines(spec: MatrixSpec, *, processes: int) -> Iterator[Line]:
     model and length, because their programs are equal on every cluster."""
     registry = discover()
     for arm in spec.all_arms(registry):
-        arm.resolved(registry)  # raises here, and not in a worker process
+        arm.resolved(registry)  # an error is raised here, not in a worker
     for work, cluster in product(spec.works, spec.clusters):
         _ = cell_job(spec, work, cluster, spec.seq_lens[0]).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
@@ -302,9 +302,15 @@ def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
 
 def _read(row: Row, cell: SearchJob) -> CommittedPlan:
     places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
+    choice = None
+    if row["name"]:
+        layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
+        sizes = tuple(int(layers) for layers in row["partition"].split(","))
+        divided = partitions(layout, cell.model.num_layers)
+        choice = next(one for one in divided if one.sizes == sizes)
     return CommittedPlan(
         name=row["name"],
-        choice=_choice(row, cell) if row["name"] else None,
+        choice=choice,
         step_s=number(row, "step_s") or inf,
         gap=number(row, "gap"),
         layouts=int(row["layouts"]),
@@ -312,9 +318,3 @@ def _read(row: Row, cell: SearchJob) -> CommittedPlan:
         short={place: nbytes for place, nbytes in places.items() if nbytes},
         reason=row["reason"],
     )
-
-
-def _choice(row: Row, cell: SearchJob) -> LayoutChoice:
-    layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
-    sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

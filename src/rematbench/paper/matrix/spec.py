@@ -1,13 +1,13 @@
 """The grand matrix as declared in a suite file: models x lengths x clusters x arms."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.inputs.configfile import ConfigError, convert, require_among, require_unique
 from rematbench.inputs.job import Job
 from rematbench.inputs.system import AttentionChoice, ZeroStage
 from rematbench.plan import Fraction
@@ -77,8 +77,9 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The matrix of these models and lengths (empty: all); ConfigError for a value that the
         matrix does not declare."""
         works = {work.model: work for work in self.works}
-        _check_declared("models", models, works)
-        _check_declared("seq_lens", seq_lens, self.seq_lens)
+        require_among(models, [*works], ("", "matrix: models", "model"))
+        known = [str(length) for length in self.seq_lens]
+        require_among(map(str, seq_lens), known, ("", "matrix: seq_lens", "length"))
         return replace(
             self,
             works=tuple(work for name, work in works.items() if not models or name in models),
@@ -101,20 +102,15 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 )
         return (*self.arms, *(Arm(name=name, method=name, of="methods/") for name in more))
 
-    def problems(self) -> list[str]:
-        """Errors in the declaration that its types do not exclude, one line each."""
+    def check(self, label: str) -> None:
+        """ConfigError for an error in the declaration that its types do not exclude."""
         names = [arm.name for arm in self.arms]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        found = [f"arms: name {name!r} is given twice" for name in twice]
-        found += (
-            [f"baseline: there is no arm {self.baseline!r}"] if self.baseline not in names else []
-        )
-        found += [
-            f"tokens_per_step {self.tokens_per_step} is not a multiple of seq_len {length}"
-            for length in self.seq_lens
-            if self.tokens_per_step % length
-        ]
-        return found
+        require_unique(names, label, "arms")
+        require_among([self.baseline], names, (label, "baseline", "arm"))
+        for length in self.seq_lens:
+            if self.tokens_per_step % length:
+                problem = f"{self.tokens_per_step} is not a multiple of seq_len {length}"
+                raise ConfigError(label, "tokens_per_step", problem)
 
 
 def load_matrix(path: Path) -> MatrixSpec:
@@ -123,16 +119,5 @@ def load_matrix(path: Path) -> MatrixSpec:
     if declared is None:
         raise ConfigError(str(path), "matrix", "this suite does not declare it")
     spec = convert(declared, MatrixSpec, f"{path}: matrix")
-    for problem in spec.problems():
-        raise ConfigError(str(path), "matrix", problem)
+    spec.check(f"{path}: matrix")
     return spec
-
-
-def _check_declared(key: str, values: Iterable[object], declared: Collection[object]) -> None:
-    for value in values:
-        if value not in declared:
-            raise ConfigError(
-                "",
-                f"matrix: {key}",
-                f"unknown value {value!r} (known: {', '.join(map(str, declared))})",
-            )

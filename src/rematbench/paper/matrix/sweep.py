@@ -125,21 +125,26 @@ def _evaluated(
 
 
 def _check_step(head: Line, answer: CommittedPlan, result: Result) -> None:
-    step_s = result.step_s or 0.0
-    if abs(step_s - answer.step_s) > ROUNDING * answer.step_s:
-        where = " ".join(str(head[key]) for key in (*CELL, "arm"))
-        now = f"takes {step_s:.6g} s now" if step_s else f"is {result.status} now"
-        raise CommandError(
-            f"matrix: {where}: {answer.name} {now}, not {answer.step_s:.6g} s: "
-            "the cost model has changed; search again (./bench reproduce --full)"
-        )
+    where = " ".join(str(head[key]) for key in (*CELL, "arm"))
+    if wrong := changed_step(f"matrix: {where}: {answer.name}", result, answer.step_s):
+        raise CommandError(wrong)
+
+
+def changed_step(what: str, result: Result, told_s: float) -> str:
+    """A sentence if a plan no longer has the committed step of `told_s` seconds; otherwise ""."""
+    step_s = result.fitting_s
+    if abs(step_s - told_s) <= ROUNDING * told_s:
+        return ""
+    now = f"takes {step_s:.6g} s now" if result.fits else f"is {result.status} now"
+    why = "the cost model has changed; search again (./bench reproduce --full)"
+    return f"{what} {now}, not {told_s:.6g} s: {why}"
 
 
 def _line(result: Result | None) -> Line:
     """The columns of a plan at a layout (None: no layout is known for the arm)."""
     if result is None:
         return {"status": "oom", "reason": "no arm fits at any layout of the cell"}
-    row, verdict = result.row(), result.verdict
+    row, verdict = result.quick_row() | {"run_with": result.command}, result.verdict
     line = {key: row[key] for key in (*PICKED, *(TIMED if result.fits else ()))}
     line |= {"alpha": result.plan.fit.get("alpha") if result.plan else None}
     short = verdict.short_bytes if verdict else {}

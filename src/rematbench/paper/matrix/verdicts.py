@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import number
+from rematbench.host.table import grouped
 from rematbench.paper.matrix.best import BEST, CELL, OPEN
 from rematbench.paper.matrix.spec import MatrixSpec
 from rematbench.paper.matrix.sweep import LAYOUT
@@ -44,10 +44,7 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
 
 def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
     """Lines by (model, cluster, length), in order."""
-    found: dict[tuple[str, ...], list[Line]] = defaultdict(list)
-    for line in lines:
-        found[tuple(str(line[key]) for key in CELL)].append(line)
-    return dict(found)
+    return grouped((tuple(str(line[key]) for key in CELL), line) for line in lines)
 
 
 def _problem(row: Row, spec: MatrixSpec) -> Problem:

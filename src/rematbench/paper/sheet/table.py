@@ -189,8 +189,8 @@ class Table(Struct, frozen=True, kw_only=True):
 def table_of(
     name: str, rows: Iterable[Cells], shows: Mapping[str, Show] | None = None, **words: object
 ) -> Table:
-    """The table `name` of config/tables.yaml.  `shows`: the functions that format columns whose
-    format the file does not have; `words` replace `{word}` in its title, headings and note."""
+    """The table `name` of config/tables.yaml.  `shows`: functions that format the columns for which
+    the file declares no format; `words` replace `{word}` in its title, headings and note."""
     own = declared().tables[name]
     return Table(
         name=name,

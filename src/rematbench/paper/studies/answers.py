@@ -13,6 +13,7 @@ from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, Status, evaluate_method
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError, read_text
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.paper.studies.longest import longest_sequence
@@ -117,9 +118,9 @@ def _answer(
     of `spec`; LayoutError where there is none."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
-        if question.ask in SEARCHES:
+        if question.ask in ("longest", "hidden_from"):
             method = registry.resolve(contender.method, settings)
-            return SEARCHES[question.ask](blank, question, spec, method)
+            return _over_lengths(blank, question, spec, method)
         return _at_length(blank, problem(), question.ask, contender, registry)
     except (PlanError, LayoutError) as error:
         return replace(blank, status="failed", reason=str(error))
@@ -155,7 +156,7 @@ def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
     evaluation, plan = result.evaluation, result.plan
     if evaluation is None or plan is None:
         return replace(blank, status=result.status, reason=result.reason)
-    row, rank = result.row(), evaluation.ranks[fullest_rank(evaluation.ranks)]
+    row, rank = result.quick_row(), evaluation.ranks[fullest_rank(evaluation.ranks)]
     speeds = () if evaluation.not_timed else SPEEDS
     values: Values = {
         **{name: row[name] for name in speeds},
@@ -186,35 +187,22 @@ def _fewest(
     return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 
-def _longest(blank: StudyAnswer, question: Question, spec: Job, method: Composition) -> StudyAnswer:
-    found = longest_sequence(
-        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
-        method,
-        granularity=question.granularity,
-        limit=question.limit,
-    )
-    values: Values = {"seq_len": found.seq_len, "peak_device_bytes": found.peak_device_bytes}
-    return replace(blank, values=values, reason=found.binds)
-
-
-def _hidden_from(
+def _over_lengths(
     blank: StudyAnswer, question: Question, spec: Job, method: Composition
 ) -> StudyAnswer:
-    found = hidden_from(
-        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
-        method,
-        granularity=question.granularity,
-        limit=question.limit,
-    )
-    if not found:
-        return replace(blank, status="failed", reason="never hidden up to the limit of the search")
-    return replace(blank, values={"seq_len": found})
+    """The answer to a question for a sequence length, in tokens."""
+    steps = {"granularity": question.granularity, "limit": question.limit}
 
+    def problem(seq_len: int) -> Problem:
+        return make_problem(spec.changed(seq_len=seq_len))
 
-SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, Job, Composition], StudyAnswer]] = {
-    "longest": _longest,
-    "hidden_from": _hidden_from,
-}
+    if question.ask == "longest":
+        found = longest_sequence(problem, method, **steps)
+        values: Values = {"seq_len": found.seq_len, "peak_device_bytes": found.peak_device_bytes}
+        return replace(blank, values=values, reason=found.binds)
+    if shortest := hidden_from(problem, method, **steps):
+        return replace(blank, values={"seq_len": shortest})
+    return replace(blank, status="failed", reason="never hidden up to the limit of the search")
 
 
 def dump(answers: list[StudyAnswer]) -> bytes:
@@ -223,21 +211,12 @@ def dump(answers: list[StudyAnswer]) -> bytes:
     return b"[\n" + b",\n".join(lines) + b"\n]\n"
 
 
-def read_answers(text: bytes, label: str) -> list[StudyAnswer]:
-    """The answers that `dump` wrote; ValueError with the file `label` and msgspec's message."""
-    try:
-        return msgspec.json.decode(text, type=list[StudyAnswer])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{label}: {error}") from error
-
-
 def load_answers(paths: Iterable[Path]) -> list[StudyAnswer]:
-    """The answers in files; CommandError for a file that cannot be read."""
+    """The answers that `dump` wrote to files; CommandError for a file that cannot be read."""
     found = []
     for path in paths:
         try:
-            found += read_answers(path.read_bytes(), str(path))
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CommandError(f"{path}: cannot be read ({reason})") from error
+            found += msgspec.json.decode(read_text(path, str(path)), type=list[StudyAnswer])
+        except (ConfigError, msgspec.DecodeError) as error:
+            raise CommandError(f"{path}: cannot be read ({error})") from error
     return found

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
@@ -29,7 +29,7 @@ from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
 class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traced run: a problem, a policy's settings, a rank, and its published value.
+    """One traced run of rank 0: a problem, a policy's settings, and its published value.
 
     The published value is a `cell` of runs.csv (table, model, recompute, offload fraction) or a
     `claim`. A claim is the longest sequence in tokens, given by the row's id in claims.csv and the
@@ -42,7 +42,6 @@ class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     baseline: str = "megatron_core"
-    rank: int = 0
     cell: tuple[Any, ...] = ()
     claim: tuple[str, NonNegativeInt] | None = None
 
@@ -56,27 +55,16 @@ class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "none"
 
 
-class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of points: the fields of each point, with its `layout` as a mapping."""
-
-    source: str
-    points: tuple[dict[str, Any], ...]
-
-
-class _Whole(Struct, frozen=True):
-    layout: Layout
-
-
 def load_points() -> tuple[Point, ...]:
     """The shipped points; ConfigError, naming the path, if their file is invalid."""
     path = data_dir("config") / "baseline_points.yaml"
-    listed = convert(read_mapping(path, str(path)), Points, str(path)).points
+    listed = read_mapping(path, str(path))["points"]
     return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))
 
 
 def _point(values: dict[str, Any], label: str) -> Point:
     others = {key: value for key, value in values.items() if key != "layout"}
-    layout = convert({"layout": values.get("layout")}, _Whole, label).layout
+    layout = convert(values["layout"], Layout, label)
     return convert({**degrees(layout), **others}, Point, label)
 
 
@@ -92,7 +80,7 @@ def trace_points(points: tuple[Point, ...], folder: Path) -> list[Record]:
 
 
 def _job(point: Point) -> PackageJob:
-    return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=600.0)
+    return job(point.problem, _method(point), "traced", timeout_s=600.0)
 
 
 def _method(point: Point) -> Composition:
@@ -148,9 +136,9 @@ def _where(point: Point) -> tuple[Any, ...]:
 
 
 def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
-    """Predicted peak device bytes of the traced rank's stage under the plan of the baseline's
-    plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
-    `unsupported` if there is no plan."""
+    """Predicted peak device bytes of the first stage under the plan of the baseline's plan.py, on
+    the point's system; `with_stack` adds the tensors of the package's stack; `unsupported` if there
+    is no plan."""
     method = _method(point)
     if with_stack:
         problem = package_problem(method, point.problem)
@@ -160,10 +148,9 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     if isinstance(plan, Unsupported):
         return "unsupported"
     program = lower(plan, problem)
-    stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
-    found = program_bytes(problem, plan, program)[stage]
+    found = program_bytes(problem, plan, program)[0]
     if with_stack and isinstance(problem, StackProblem):
-        peak = activation_peak(method.methods[0], problem, program.ranks[stage], found)
+        peak = activation_peak(method.methods[0], problem, program.ranks[0], found)
         found = replace(found, activation_peak=peak)
     return found.device_peak
 

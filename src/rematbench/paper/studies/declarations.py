@@ -19,7 +19,7 @@ from rematbench.paper.studies.study import Ask
 LABEL = "config/claims.yaml"
 Form = Literal["value", "ratio", "less_pct", "more_pct"]
 Reduce = Literal["only", "max", "min", "mean"]
-Basis = Literal["fitted", "in-sample", "own configuration", "held-out", "untested"]
+Basis = Literal["fitted", "in-sample", "own configuration", "held-out"]
 """`own configuration`: the source does not say what ran, so a part of it is our choice."""
 
 
@@ -83,7 +83,7 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Words with numbers after the headline of a row, which are not scored, and the reason."""
+    """Numbers after a row's headline that are not scored, quoted in `words`, and the reason."""
 
     words: str
     reason: str
@@ -131,9 +131,7 @@ def _problem(claim: Claim, claims: Claims, seen: set[str]) -> str:
         return "needs either parts or not_comparable"
     if claim.parts and claim.tolerance not in claims.tolerances:
         return f"unknown tolerance {claim.tolerance!r} (known: {', '.join(claims.tolerances)})"
-    if claim.parts and claim.basis == "untested":
-        return "a compared claim cannot be untested"
-    if claim.basis not in ("held-out", "untested") and not claim.because:
+    if claim.basis != "held-out" and not claim.because:
         return f"basis {claim.basis} needs `because`"
     queries = (p for part in claim.parts if (p := _query_problem(part.query)))
     return _primary_problem(claim) or next(queries, "")

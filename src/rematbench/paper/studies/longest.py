@@ -16,8 +16,8 @@ Factory = Callable[[int], Problem]
 
 class Longest(Struct, frozen=True, kw_only=True):
     """The longest sequence that fits, in tokens (0: none fits), and the peak at that length.
-    `fails_at` is the next longer length that was tried and does not fit; `binds` names the memory
-    that is then too small."""
+    `fails_at` is the next longer length, which does not fit; `binds` names the memory that is too
+    small at that length."""
 
     seq_len: int
     fails_at: int
@@ -64,8 +64,14 @@ def longest_sequence(
     last = max(1, limit // granularity)
     *_, (low, high) = brackets(fails, 0, 1, further=further, most=last, between=between)
     refusal = refused.get(high, "the limit of the search")
-    binds = tried[high].reason if high in tried else refusal
-    return _report(tried, low, high, granularity, binds)
+    best = tried[low].evaluation if low else None
+    return Longest(
+        seq_len=low * granularity,
+        fails_at=high * granularity,
+        binds=tried[high].reason if high in tried else refusal,
+        peak_device_bytes=max(best.peak_device_bytes) if best else 0,
+        evaluations=len(tried),
+    )
 
 
 def _further(tried: dict[int, Result], units: int, last: int) -> int:
@@ -103,14 +109,3 @@ def _room(result: Result | None) -> int | None:
     if result is None or result.evaluation is None:
         return None
     return result.problem.usable_bytes - max(result.evaluation.peak_device_bytes)
-
-
-def _report(tried: dict[int, Result], low: int, high: int, granularity: int, binds: str) -> Longest:
-    best = tried[low].evaluation if low else None
-    return Longest(
-        seq_len=low * granularity,
-        fails_at=high * granularity,
-        binds=binds,
-        peak_device_bytes=max(best.peak_device_bytes) if best else 0,
-        evaluations=len(tried),
-    )

@@ -54,7 +54,7 @@ def searched_sweeps(
             "gap": end.gap,
             "simulations": end.simulations,
             **job.best_row(best),
-            **said,  # last: the row's names of the job replace those of best_row
+            **said,  # last, because best_row names the job in other words
         }
 
 

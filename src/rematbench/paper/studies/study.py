@@ -11,12 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from rematbench.host.declared import Part, facts, flat
-from rematbench.inputs.configfile import (
-    convert,
-    read_mapping,
-    require_among,
-    require_unique,
-)
+from rematbench.inputs.configfile import convert, read_mapping, require_among, require_unique
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Degrees
 from rematbench.workload import PositiveInt

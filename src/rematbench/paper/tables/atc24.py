@@ -12,11 +12,7 @@ from rematbench.evidence.published.derived import (
     WATERFALL,
 )
 from rematbench.evidence.published.sheets import number, read_predicted
-from rematbench.paper.sheet.table import (
-    Table,
-    percent,
-    table_of,
-)
+from rematbench.paper.sheet.table import Table, percent, table_of
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 TABLES = (

@@ -7,7 +7,12 @@ from typing import Any
 
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
-from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
+from rematbench.evidence.published.estimators import SAFE_SHARE, fujii_estimate, fujii_refusal
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import RowError, number, read_predicted, read_sheet
+from rematbench.host.table import grouped
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.layout import LayoutError
 from rematbench.paper.sheet.table import Table, table_of
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.declarations import (
@@ -19,8 +24,8 @@ from rematbench.paper.studies.declarations import (
     load_claims,
     published,
 )
-from rematbench.paper.studies.rule80 import scored_cells
 from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
 
 INPUTS = {
     "answers": "results/paper/studies/{study}.json",
@@ -73,9 +78,7 @@ CLAIM_VERDICTS = (
 
 def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many numbers and claims have which verdict, from the lines of the table."""
-    claims: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        claims.setdefault(line["id"], []).append(line)
+    claims = grouped((line["id"], line) for line in lines)
     counts = Counter(map(claim_verdict, claims.values()))
     summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     within = sum(line["verdict"] == WITHIN for line in lines)
@@ -252,11 +255,16 @@ def _layout_answer(cell: Mapping[str, Any]) -> StudyAnswer:
 
 
 def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
-    """The answer that counts published out-of-memory runs with an estimate below 80 %."""
+    """The answer that counts published out-of-memory runs with an estimate below 80 %.
+
+    The claim is one-sided (arXiv 2411.06465: runs below 80 % of the device never met an
+    out-of-memory error), so only such a run refutes it.  A run that fits although the rule does not
+    call it safe costs only a layout that nobody tries.
+    """
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
-    safe = [cell for cell in told if cell["safe"]]  # a dash as status does not say what happened
+    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = StudyAnswer(
@@ -268,3 +276,31 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
         command=PREDICT,
     )
     return [made]
+
+
+def scored_cells(rows: Sequence[Mapping[str, Any]], registry: Registry) -> list[dict[str, Any]]:
+    """The cells that Fujii's formula covers (nothing recomputed or offloaded, and no refusal), each
+    with its estimated share of device memory and the verdict of the 80 % rule."""
+    shares = ((row, _share(row, registry)) for row in rows)
+    return [
+        {**row, "share": share, "safe": share < SAFE_SHARE}
+        for row, share in shares
+        if share is not None
+    ]
+
+
+def _share(row: Mapping[str, Any], registry: Registry) -> float | None:
+    """Estimated bytes over the device's bytes; None where the formula does not cover the cell."""
+    if row["status"] not in ("ok", "oom", "dash"):
+        return None
+    try:
+        case = read_case(row, registry)
+        if case.method != "keep_all" or case.offload != 0.0:
+            return None
+        problem = case.problem()
+    except (RowError, LayoutError, ConfigError):
+        return None
+    if fujii_refusal(problem):
+        return None
+    estimate = fujii_estimate(problem.workload.model, problem.layout, problem.workload.seq_len)
+    return estimate.total_bytes / problem.cluster.hbm_bytes

@@ -1,6 +1,5 @@
 """What FP8 buys: published steps beside steps of the same job in bf16, and ours."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, combinations
 from pathlib import Path
@@ -9,18 +8,19 @@ from typing import Any
 
 from rematbench.evidence.accuracy import of_sheet
 from rematbench.evidence.published.sheets import SPEED, read_predicted
+from rematbench.host.table import grouped
 from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"cells": "results/paper/tables/predictions.csv"}
 JOB = ("source", "system", "gpu", "model", "gpus", "seq_len", "global_batch", "recompute")
-"""The columns of a job that twins share; their layouts may differ, and a source's choice of one
-counts with the recipe."""
+"""The columns in which a quantised row equals its bf16 twin.  Their layouts may differ, so a gain
+includes the source's choice of layout."""
 PEAK = "peak_device_bytes"
 LAYOUT = ("tp", "cp", "pp")
 PAIR = ("source", "gpu", "model", "gpus", "seq_len", "global_batch")
-"""The columns of a job whose steps are put in order, whatever else differs."""
+"""The columns that define a job, whose rows are compared in pairs."""
 LEAST = 1.05
-"""The least ratio of two published speeds whose order counts."""
+"""The smallest ratio of two published speeds at which their order counts."""
 Row = Mapping[str, Any]
 
 
@@ -31,12 +31,10 @@ def build(cells: Path) -> Table:
 
 
 def right_orders(rows: Iterable[Row]) -> Iterator[bool]:
-    """Whether the predicted order of two published steps of one job is right, for pairs of which
-    one at least is quantised and whose speeds differ by more than LEAST."""
-    jobs: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row[SPEED] and row[f"pred_{SPEED}"]:
-            jobs[tuple(row[key] for key in PAIR)].append(row)
+    """For each pair of rows of one job: whether the row that is faster as published is also faster
+    as predicted.  Pairs without a quantised row, or closer than LEAST, are left out."""
+    timed = (row for row in rows if row[SPEED] and row[f"pred_{SPEED}"])
+    jobs = grouped((tuple(row[key] for key in PAIR), row) for row in timed)
     for a, b in chain.from_iterable(combinations(own, 2) for own in jobs.values()):
         theirs, ours = (float(a[key]) / float(b[key]) for key in (SPEED, f"pred_{SPEED}"))
         plain = {a["precision"], b["precision"]} <= {"", "bf16", "fp16"}
@@ -45,9 +43,9 @@ def right_orders(rows: Iterable[Row]) -> Iterator[bool]:
 
 
 def fp8_table(rows: Iterable[Row], orders: list[bool]) -> Table:
-    """A line for each model, GPU, stack and recipe: the mean gain over twins, published and ours,
-    the mean error of the speed in FP8, and, where both twins print a peak, the mean ratio of
-    their bytes, published and ours."""
+    """One line per model, GPU, stack and recipe: the mean ratio of its speed to that of the bf16
+    twin, published and ours, the mean error of the quantised speed, and, if both rows print a peak,
+    the mean ratio of their bytes."""
     timed = [row for row in rows if row[SPEED] and row[f"pred_{SPEED}"]]
     twins = {tuple(row[k] for k in JOB): row for row in timed if row["precision"] == "bf16"}
     found: dict[tuple[str, ...], list[tuple[float | None, ...]]] = {}

@@ -3,18 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Kind
-from rematbench.measure.parts.checks import (
-    PACKAGES_RUN,
-    SUMMARY,
-    Finding,
-    Summary,
-    read_summary,
-)
+from rematbench.measure.parts.checks import PACKAGES_RUN, SUMMARY, Finding, Summary, read_summary
 from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
 from rematbench.measure.records import ActionSeconds, by_cell, read_lines
 from rematbench.paper.sheet.table import Table, table_of
@@ -88,11 +81,13 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
             lines, key=lambda one: (at[one.cell], -abs(one.seconds - one.predicted_s))
         )
     ]
+    computes = (row for row in rows if row["stream"] == "compute")
+    works = [row for row in computes if row["kind"] != Kind.WAIT.value]
     sums = [
         f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
         f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
         for cell in cells
-        if (own := [row for row in rows if row["cell"] == cell and _works(row)])
+        if (own := [row for row in works if row["cell"] == cell])
     ]
     device = lines[0].provenance.device if lines else ""
     return table_of(
@@ -103,7 +98,3 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
         sums="; ".join(sums) or "nothing",
         lost=f" Did not run: {'; '.join(lost)}." if lost else "",
     )
-
-
-def _works(row: dict[str, Any]) -> bool:
-    return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)

@@ -28,10 +28,10 @@ INPUTS = {"runs": "results/measured/gpu*", "suite": "config/gpu_layers.yaml"}
 READS = ("methods/*.py",)
 TABLES = ("gpu_layers", "gpu_ratios")
 BYTES_BAR = 0.005
-"""Expected before any measurement: the mean absolute error of allocated bytes (ours)."""
+"""The mean absolute error of allocated bytes that we expected before any measurement."""
 KEEP_BAR = (1.15, 1.26)
-"""Expected before any measurement: speed over full recomputation of methods that keep attention, at
-32K to 128K tokens (ours)."""
+"""The speed over full recomputation that we expected, before any measurement, of methods that keep
+attention at 32K to 128K tokens."""
 KEEPS = "keep attention"
 
 
@@ -46,7 +46,7 @@ def build(runs: list[Path], suite: Path) -> list[Table]:
             if row["step_s"] or not found.get(row["cell"], {}).get("step_s"):
                 found[row["cell"]] = row
     if not found:
-        raise CommandError("no turn of a cell (layers/*.jsonl) there")
+        raise CommandError("the runs have no turn of a cell (layers/*.jsonl)")
     problems = [problem.name for problem in asked.problems]
     order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
     rows = [found[name] for name in order if name in found]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
+from rematbench.host.table import grouped
 from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
     caveats,
@@ -23,8 +24,8 @@ INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_advice", "gpu_searched")
 
 LOSS_BAR = 0.02
-"""Expected before any measurement: how much longer than the fastest measured plan the first one of
-the search takes, on average of jobs and memories (ours)."""
+"""How much longer a step of the search's first plan takes than one of the fastest measured plan, on
+average over jobs and device memories, as we expected before any measurement."""
 
 Row = dict[str, Any]
 
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 def build(runs: list[Path]) -> list[Table]:
     plans = searched_plans(runs)
     if not plans:
-        raise CommandError("no turn of a plan (searched/*.jsonl) there")
+        raise CommandError("the runs have no turn of a plan (searched/*.jsonl)")
     return [advice_table(advice_rows(plans)), searched_table(plans)]
 
 
@@ -120,10 +121,8 @@ def advice_table(rows: Sequence[Row]) -> Table:
 
 
 def _mean_lost(rows: Sequence[Row]) -> str:
-    """The mean of what is lost and the number of rows; of several devices those of each too."""
-    by_device: dict[str, list[float]] = {}
-    for row in rows:
-        by_device.setdefault(row["device"], []).append(row["lost"])
+    """The mean loss and the number of rows, and the same of each device if there are several."""
+    by_device = grouped((row["device"], row["lost"]) for row in rows)
     words = [f"{device} {_mean(lost)}" for device, lost in by_device.items()]
     each = f" ({', '.join(words)})" if len(words) > 1 else ""
     return _mean([row["lost"] for row in rows]) + each

@@ -15,7 +15,7 @@ from rematbench.paper.matrix.verdicts import Line, by_cell, judged, speed, summa
 from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"suite": "config/paper.yaml", "results": "results/paper/matrix/{part}.csv"}
-READS = ("config/left_out.csv",)  # from which bands are learnt
+READS = ("config/left_out.csv",)  # bands are learnt from it
 TABLES = ("matrix_best_layout", "matrix_fastest", "matrix_longest", "matrix_same_layout")
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 

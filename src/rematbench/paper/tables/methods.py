@@ -55,27 +55,16 @@ def _run_line(problem: str, record: Record) -> Line:
         "status": record.status,
         "reason": record.reason,
         "plan_hash": record.plan_hash,
-        "headroom_bytes": _blank(record.headroom_bytes),
-        "host_headroom_bytes": _blank(record.host_headroom_bytes),
+        "headroom_bytes": record.headroom_bytes,
+        "host_headroom_bytes": record.host_headroom_bytes,
         "binds": record.binds,
         "rematbench": record.provenance.rematbench,
         "calibration_hash": spec.calibration_hash,
     }
-    return head | layout | result | _speed(record)
-
-
-def _speed(record: Record) -> Line:
-    """The numbers of the first measured repeat (a simulated run has one repeat)."""
-    measured = [repeat for repeat in record.repeats if not repeat.warmup]
-    if not measured:
-        return {}
-    return {
-        key: value for key, value in msgspec.structs.asdict(measured[0]).items() if key != "warmup"
-    }
-
-
-def _blank(value: int | None) -> int | str:
-    return "" if value is None else value
+    measured = (msgspec.structs.asdict(one) for one in record.repeats if not one.warmup)
+    speed = next(measured, {})
+    speed.pop("warmup", None)
+    return head | layout | result | speed
 
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:

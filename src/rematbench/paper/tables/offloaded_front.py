@@ -30,7 +30,7 @@ STEPS = 10
 
 def build(sheet: Path) -> Table:
     """The table of the two models on both nodes."""
-    del sheet  # hosted_cases reads it
+    del sheet  # hosted_cases() reads the file
     rows = [
         (row, case)
         for row, case in hosted_cases()

@@ -25,17 +25,13 @@ def build(suite: Path) -> Table:
     return pareto_table(load_matrix(suite))
 
 
-def layer_problem(spec: MatrixSpec, model: str) -> Problem:
-    """A problem with one layer's shapes: tensor-parallel over a node of the first cluster."""
-    node = {"cluster": spec.clusters[0], "gpus": TP, "tp": TP, "global_batch": 1, "micro_batch": 1}
-    return make_problem(spec.problem(SEQ_LEN, model=model, **node))
-
-
 def pareto_table(spec: MatrixSpec) -> Table:
-    """Every point of the front of every model, and the published points."""
+    """Every point of the front of every model, and the published points, with tensor parallelism
+    over a node of the first cluster."""
+    node = {"cluster": spec.clusters[0], "gpus": TP, "tp": TP, "global_batch": 1, "micro_batch": 1}
     rows = []
     for work in spec.works:
-        problem = layer_problem(spec, work.model)
+        problem = make_problem(spec.problem(SEQ_LEN, model=work.model, **node))
         table = problem.layer_kinds[0]
         base_s = forward_s(problem, table) + backward_s(problem, table)
         points = [("front", one) for one in front(problem, table)]

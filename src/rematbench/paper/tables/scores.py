@@ -32,7 +32,6 @@ from rematbench.evidence.bands import (
     pooled,
     pooled_rows,
     ratio_band,
-    ratio_coverage,
     ratio_errors,
     shipped_coverage,
     speed_errors,
@@ -51,6 +50,7 @@ from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import DRAWS, calibrated
+from rematbench.host.table import grouped
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.kernel_rates import fitted_parameters
 from rematbench.inputs.load import calibration as shipped_calibration
@@ -196,6 +196,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     """Coverage of bands by source: for `cells`, bands learnt from the other sources; without cells,
     the predicted bands of `rows`."""
     found = coverage(cells) if cells else shipped_coverage(rows)
+    margins = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
     if cells:
         errors = speed_errors(cells)
         found += [pooled(found, errors), pooled_rows(found, errors)]
@@ -208,21 +209,17 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         level=100 * LEVEL,
         one_layout=_ratios(one_layout=True),
         layouts=_ratios(one_layout=False),
-        margins=_margins(),
+        margins=margins,
     )
 
 
-def _margins() -> str:
-    """The margins of device bytes in a sentence."""
-    each = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
-    return f"Device bytes, published above predicted, by the quantity that rows print: {each}."
-
-
 def _ratios(*, one_layout: bool) -> str:
-    """The band of ratios, and its coverage of sources that it was not learnt from."""
+    """The half-width of the band of speed ratios, and the share of ratios inside it when it is
+    learnt from the other sources."""
     cells = left_out_cells()
-    found = ratio_coverage(cells, one_layout=one_layout)
-    every = pooled(found, ratio_errors(cells, one_layout=one_layout))
+    errors = ratio_errors(cells, one_layout=one_layout)
+    found = kind_coverage(errors)
+    every = pooled(found, errors)
     return (
         f"{percent(ratio_band(one_layout=one_layout))} % ({len(found)} sources; left out in turn, "
         f"{percent(every.inside)} % lie inside)"
@@ -268,9 +265,7 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
 
 def regret_table(judged: Sequence[Decision]) -> Table:
     """The mean regrets of every source over its sweeps, and over all sweeps."""
-    groups: dict[str, list[Decision]] = defaultdict(list)
-    for one in judged:
-        groups[one.job["source"]].append(one)
+    groups = grouped((one.job["source"], one) for one in judged)
     lines: list[Mapping[str, Any]] = [
         {"source": source.partition(",")[0], "sweeps": len(some), **summary(some)}
         for source, some in groups.items()

@@ -14,6 +14,7 @@ from rematbench.evaluate.result import WORDS
 from rematbench.evidence.published.sheets import Row, number, read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
+from rematbench.paper.matrix.sweep import changed_step
 from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {
@@ -23,7 +24,6 @@ INPUTS = {
     "experts": "results/searched/experts.csv",
 }
 TABLES = ("searched_layouts", "searched_spaces", "searched_sweeps", "searched_experts")
-ROUNDING = 1e-6
 
 NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
 NEEDED += ("precision", "attention", "run_with")
@@ -46,15 +46,11 @@ def checked(filled: bool, rows: Sequence[Row]) -> str:
     is confirmed.  `filled`: plans may fill the device, as published plans do."""
     reserve_gib = 0.0 if filled else None
     for row in rows:
-        if not row.get("run_with"):
-            continue
-        step_s, told = simulated(row, reserve_gib).fitting_s, number(row, "step_s") or 0.0
-        if abs(step_s - told) > ROUNDING * told:
-            return (
-                f"{row['name']} for {row['model']} on {row['gpus']} GPUs takes {step_s:.6g} s now, "
-                f"not {told:.6g} s: the cost model has changed; search again "
-                "(./bench reproduce --full)"
-            )
+        if row.get("run_with"):
+            what = f"{row['name']} for {row['model']} on {row['gpus']} GPUs"
+            result, told_s = simulated(row, reserve_gib), number(row, "step_s") or 0.0
+            if wrong := changed_step(what, result, told_s):
+                return wrong
     return ""
 
 

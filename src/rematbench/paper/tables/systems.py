@@ -1,5 +1,5 @@
-"""The table of systems: what of each system of the literature runs here, in which worlds, and how
-far published values are from ours; or the reason why it does not run."""
+"""The table of systems of the literature: what of each runs here, in which worlds, and how far our
+values are from published ones; or why nothing of it runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,12 +40,6 @@ class Related(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     without: str = ""
 
 
-class RelatedFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of config/related.yaml."""
-
-    systems: tuple[Related, ...]
-
-
 def build(
     related: Path,
     methods: Path,
@@ -58,7 +52,7 @@ def build(
     """The table of all systems of the file; ConfigError for a system that neither runs nor says
     why."""
     label = str(related)
-    systems = convert(read_mapping(related, label), RelatedFile, label).systems
+    systems = [convert(one, Related, label) for one in read_mapping(related, label)["systems"]]
     ran = {"simulated": [_words(row["label"]) for row in _ran(read_sheet(methods))]}
     for world, paths in zip(WORLDS[1:], (traced, executed, measured), strict=True):
         found = (record for _, record in read_records(paths))

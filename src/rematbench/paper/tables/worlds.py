@@ -17,7 +17,7 @@ INPUTS = {
     "retraced": "results/paper/retraced.txt",
 }
 TABLES = ("worlds", "lossless")
-READS = ("methods/*.py",)  # the parameters of the methods
+READS = ("methods/*.py",)  # labels show parameters of methods
 
 
 def build(executed: list[Path], traced: list[Path], retraced: Path) -> list[Table]:
@@ -53,6 +53,7 @@ def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> T
     )
 
 
+ERRORS = ("first_gradient_error", "gradient_error", "loss_error")
 PRECISIONS = {"fp64": "float64", "fp32": "fp32", "bf16": "bf16"}
 
 
@@ -65,7 +66,7 @@ def lossless_table(records: Sequence[tuple[str, Record]]) -> Table:
         found = [r.measured.comparison for r in of if r.measured and r.measured.comparison]
         row: dict[str, Any] = {"precision": name, "cells": len(found)}
         row["bitwise"] = sum(one.bitwise for one in found)
-        for key in ("first_gradient_error", "gradient_error", "loss_error"):
+        for key in ERRORS:
             row[key] = max((getattr(one, key) or 0.0 for one in found), default=None)
         for world in ("traced", "executed") if precision == "bf16" else ():
             ranks = [rank for r in of if r.spec.world == world and r.measured
@@ -84,7 +85,7 @@ def _line(record: Record) -> dict[str, Any]:
         "simulated": top.ledger_boundary_peak_bytes,
         world: top.boundary_peak_bytes,
     }
-    if record.spec.precision == "bf16":  # the simulated states are those of bf16 training
+    if record.spec.precision == "bf16":  # simulated states are those of bf16
         line[f"{world}_error"] = top.peak_error
     if world == "executed":
         line |= _ran(found)
@@ -92,12 +93,9 @@ def _line(record: Record) -> dict[str, Any]:
 
 
 def _counts(measured: Measured) -> dict[str, Any]:
-    return {
-        "differing": measured.differing_actions,
-        "actions": sum(rank.actions for rank in measured.ranks),
-        "offload_bytes": sum(rank.offload_bytes for rank in measured.ranks),
-        "recompute_flop": sum(rank.recompute_flop for rank in measured.ranks),
-    }
+    keys = ("actions", "offload_bytes", "recompute_flop")
+    sums = {key: sum(getattr(rank, key) for rank in measured.ranks) for key in keys}
+    return {"differing": measured.differing_actions, **sums}
 
 
 def _ran(measured: Measured) -> dict[str, Any]:
@@ -106,12 +104,7 @@ def _ran(measured: Measured) -> dict[str, Any]:
         return {}
     other = measured.comparison
     word = "bitwise" if other.bitwise else "yes" if other.lossless else "NO"
-    return {
-        "lossless": word,
-        "first_gradient_error": other.first_gradient_error,
-        "gradient_error": other.gradient_error,
-        "loss_error": other.loss_error,
-    }
+    return {"lossless": word, **{key: getattr(other, key) for key in ERRORS}}
 
 
 def differing(records: Sequence[tuple[str, Record]]) -> list[str]:

@@ -134,7 +134,7 @@ def candidate_plans(
 
 
 def alike(problem: Problem, plan: Plan, other: Plan) -> bool:
-    """Whether two plans are equal: every fate, and what else `flags` compares."""
+    """Whether two plans are equal in every fate and in everything else that `flags` compares."""
     mine, theirs = fates(problem, plan), fates(problem, other)
     return mine == theirs and not _rest(plan, other, offloads_any(mine))
 
@@ -182,8 +182,8 @@ class Offers:
 
 
 def unsaid(entry: MethodEntry, problem: Problem) -> tuple[str, ...]:
-    """The facts of a problem for which a package has no options.  With options alone it keeps an
-    optimizer in host memory as its runs here do not."""
+    """The facts of a problem that a package has no options for. With an optimizer in host memory
+    they include the facts that have options but are not run here."""
     reasons: tuple[str, ...] = entry.cls.inexpressible(problem)
     return reasons if problem.system.host.optimizer_on_host else without_options(reasons)
 
@@ -278,11 +278,9 @@ def _words(fate: Resolved) -> str:
 
 
 def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
-    """A line for each difference of two plans apart from fates.  `moved`: whether some bytes are
+    """A line for each difference of two plans other than fates. `moved`: whether bytes are
     offloaded, so that transfers count."""
-    lines = [
-        f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)
-    ]
+    lines = [f"its own {kind}" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)]
     if moved and plan.transfers != candidate.transfers:
         lines.append(f"copies per {plan.transfers.granularity}, at the times that the method sets")
     if any(rule.select.micro_batches is not None for rule in plan.rules):

@@ -14,7 +14,8 @@ Reason = tuple[bool, str]
 
 QUANTISED = "quantised linears"
 NOT_RUN = "not run here)"
-"""End of a reason for a job that has options, and that this baseline does not run."""
+"""The end of a reason against a job that the package has options for, but that this baseline does
+not run."""
 
 
 class Setup(NamedTuple):
@@ -55,6 +56,6 @@ def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
 
 
 def without_options(reasons: Iterable[str]) -> tuple[str, ...]:
-    """The reasons against jobs for which a baseline has no options, without those against jobs that
-    only are not run here."""
+    """The reasons against jobs that a baseline has no options for; reasons that end with NOT_RUN
+    are left out."""
     return tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))

@@ -77,7 +77,7 @@ def baselines() -> dict[str, MethodEntry]:
 
 @cache
 def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
-    """Whole baselines by name, and why others are left out."""
+    """The complete baselines by name, and for each other folder the reason why it is left out."""
     return load_baselines()
 
 

@@ -61,11 +61,11 @@ class Extra(Struct, frozen=True, kw_only=True):
 
 
 class Stack(Struct, frozen=True, kw_only=True):
-    """A baseline's stack under its settings.  `fused_swiglu`: whether gate and product are one
-    function (None: as in the problem's system).  `shares_gathers`: gathered inputs share one
-    buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes, by name, of
-    tensors that are allocated once and are alive at every peak.  `system`: fields of the system
-    with another value (bytes of an element of states)."""
+    """The tensors and facts of a baseline's stack under its settings. `fused_swiglu`: whether gate
+    and product are one function (None: as in the problem's system). `shares_gathers`: gathered
+    inputs share one buffer. `loss_over_logits`: the loss works in place on the logits. `once`:
+    bytes, by name, of tensors that are allocated once and are alive at every peak. `system`: facts
+    of the stack that differ in this package, such as the bytes per element of a state."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None

@@ -51,7 +51,8 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
 
 @cache
 def _file(name: str) -> Path | None:
-    """The file of a module of rematbench or of baselines; cached, as in `_imports`."""
+    """The file of a module of rematbench or of baselines, None for any other module; cached like
+    `_imports`."""
     parts = name.split(".")
     roots = {PACKAGE.name: PACKAGE, "baselines": BASELINES}
     if parts[0] not in roots:
@@ -81,9 +82,9 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 def module_digest(module: str, methods: Iterable[Path] = ()) -> str:
-    """The digest of a module's code and of the modules that the files of `methods` import.  The
-    method files themselves are not covered: they are inputs of the caller.  ValueError for an
-    unknown module."""
+    """The digest of a module's code and of the modules that the files of `methods` import. The
+    method files themselves are not covered, because they are inputs of the caller. ValueError for
+    an unknown module."""
     if _file(module) is None:
         raise ValueError(f"no module {module!r}")
     roots = {module, *(name for path in methods for name in _imports(path))}

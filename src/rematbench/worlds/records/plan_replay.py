@@ -87,7 +87,8 @@ def recorded_problem(record: Record, cluster: str = "", system: str = "") -> Pro
 
 
 def spec_problem(spec: RunSpec, cluster: str | Cluster = "", system: str | System = "") -> Problem:
-    """The problem of a spec with the present config/ (`cluster`, `system`: others, or files)."""
+    """The problem of a spec, made from the present config/. `cluster` and `system`, names or files,
+    replace those of the spec."""
     work = {name: getattr(spec, name) for name in facts(Workload)}
     there = {"cluster": cluster or spec.cluster, "system": system or spec.system}
     return make_problem(Job.at(spec.layout, **work, **there, **flat(spec.stack)))

@@ -35,7 +35,8 @@ from rematbench.worlds.records.measured import Engine, Measured
 
 World = Literal["published", "simulated", "traced", "executed"]
 FORMAT: Literal[2] = 2
-"""The format of a record's JSON.  Format 1 had no number and kept a package's numbers apart."""
+"""The format of a record's JSON. Format 1 had no format number, and kept the numbers of packages in
+separate fields."""
 HASH_DIGITS = 16
 OF_A_STEP = (
     *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
@@ -48,8 +49,8 @@ class RecordError(UserError):
 
 
 class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a method starts, if unlike the problem's base plan: another partition or schedule, and
-    bytes of each device that tuned plans leave free."""
+    """What a method starts from, where it differs from the problem's base plan: partition,
+    schedule, and the bytes that tuned plans leave free on each device."""
 
     partition: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     schedule: Schedule | None = None
@@ -86,9 +87,10 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and when a record was made, and by which code and constants.  Traced and executed
-    records also name torch, the device and the number of ranks on each host.  `text` is empty (it
-    was the hash of a text that was trained on): committed records of format 2 have the field."""
+    """Where and when a record was made, and by which code and constants. Traced and executed
+    records also name torch, the device and the number of ranks on each host. `text` is always
+    empty; committed records of format 2 have the field, which once held the hash of a training
+    text."""
 
     rematbench: str
     python: str
@@ -103,8 +105,8 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions.  `warmup`
-    repeats are kept apart from measured repeats."""
+    """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions. `warmup`:
+    the repeat is a warm-up, which does not count as measured."""
 
     step_s: float
     tokens_per_s_per_gpu: float
@@ -152,8 +154,8 @@ def content_hash(value: object) -> str:
 
 
 def same_content(value: Struct, stored: str) -> bool:
-    """Whether a stored hash belongs to the value: by `content_hash`, or by all fields of the value
-    (older records did not leave out defaults)."""
+    """Whether a stored hash is the hash of the value: its `content_hash`, or the hash of all its
+    fields, as older records have it (they did not leave out defaults)."""
     return stored in (content_hash(value), _hash(flat(value)))
 
 
@@ -164,7 +166,7 @@ def _hash(value: object) -> str:
 
 
 def without_defaults(value: object) -> object:
-    """A value as JSON types, without the fields of structs that have their default."""
+    """A value as JSON types, in which fields of structs at their default value are left out."""
     if isinstance(value, RunSpec):
         return _as_stored(value, _given(asdict(value), fields(value)))
     if isinstance(value, Struct):
@@ -177,12 +179,14 @@ def without_defaults(value: object) -> object:
 
 
 BASE = "base"
-"""The key among the parameters of a stored spec for what a run chooses beside its kernel."""
+"""The key, among the parameters of a stored spec, of the start and of the stack choices other than
+the attention kernel."""
 
 
 def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a spec as records have it, of the JSON of its fields: the kernel beside the other
-    facts, further choices as a group of parameters, and a precision also at its default."""
+    """Convert the JSON of a spec's fields to its JSON in records: the attention kernel stands
+    beside the other facts, further stack choices form the parameter group BASE, and the precision
+    is written even at its default."""
     chosen = msgspec.to_builtins(without_defaults(spec.start))
     chosen |= msgspec.to_builtins(without_defaults(spec.stack))
     chosen.pop("attention", None)
@@ -193,7 +197,7 @@ def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_stored(stored: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a spec's fields, of its JSON in a record."""
+    """The inverse of `_as_stored`."""
     spec = dict(stored)
     chosen = (spec.get("parameters") or {}).pop(BASE, {})
     chosen |= {"attention": spec.pop("attention")} if "attention" in spec else {}
@@ -204,7 +208,7 @@ def _from_stored(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, Any], known: Iterable[FieldInfo]) -> dict[str, Any]:
-    """The JSON of the values that are unlike their defaults."""
+    """The JSON of the values that differ from their defaults, by name."""
     found = {}
     for one in known:
         usual = one.default_factory() if callable(one.default_factory) else one.default
@@ -228,7 +232,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    if not plan.cuts:  # hashes of records that are older than the fields
+    if not plan.cuts:  # records that are older than the fields keep their hashes
         del deeds["cuts"]
     if not plan.slices:
         del deeds["slices"]
@@ -236,7 +240,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
         if rule["select"]["slices"] is None:
             del rule["select"]["slices"]
     for state in deeds["states"]:
-        if state["pieces"] is None:  # hashes of records that are older than the field
+        if state["pieces"] is None:  # older records keep their hashes
             del state["pieces"]
         else:
             state["pieces"]["wire"] = "param"  # hashes of records that had this choice
@@ -246,8 +250,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
 def run_spec(
     problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
 ) -> RunSpec:
-    """The spec of a run.  If the method starts from another base plan than the problem's, the
-    values that differ in this base are part of the spec."""
+    """The spec of a run. If the method starts from another base plan than the problem's, the spec
+    contains the values of that plan that differ."""
     usual = problem.base_plan
     base = base or usual
     return RunSpec(
@@ -260,7 +264,7 @@ def run_spec(
         system_hash=content_hash(problem.system),
         calibration_hash=content_hash(problem.calibration),
         layout=problem.layout,
-        stack=replace(problem.chosen, hbm_bytes=None),  # in the cluster's hash
+        stack=replace(problem.chosen, hbm_bytes=None),  # the cluster's hash covers it
         start=Start(
             partition=None if base.partition == usual.partition else base.partition,
             schedule=None if base.schedule == usual.schedule else base.schedule,
@@ -342,7 +346,8 @@ def record_json(record: Record) -> bytes:
 
 
 def decode_record(stored: bytes) -> Record:
-    """The record of a file's bytes; msgspec's errors if they are none."""
+    """The record in a file's bytes; msgspec's DecodeError or ValidationError for any other
+    bytes."""
     plain = msgspec.json.decode(stored)
     if isinstance(plain, dict) and isinstance(plain.get("spec"), dict):
         plain["spec"] = _from_stored(plain["spec"])
@@ -350,7 +355,7 @@ def decode_record(stored: bytes) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file; RecordError with the path if it cannot be read as one."""
+    """Read a record file; RecordError with the path if it is missing or not a record."""
     try:
         return decode_record(path.read_bytes())
     except OSError as error:
@@ -361,7 +366,7 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(paths: Iterable[Path]) -> list[tuple[str, Record]]:
-    """Yield (problem name, record) of every record file in sorted order; a folder stands for all
+    """The (problem name, record) of every record file, sorted by path. A folder stands for all
     files below it."""
     files = sorted(
         file for path in paths for file in ([path] if path.is_file() else path.rglob("*.json"))

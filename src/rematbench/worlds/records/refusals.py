@@ -14,7 +14,7 @@ EXECUTED = (
     *("experts", "latent attention", "memory layers"),
     *("layers that predict more tokens", "layers that share weights"),
 )
-"""The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
+"""Features that the blocks of Llama and GPT lack and that the runtime executes."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
 
@@ -43,7 +43,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         ),
         "norms that scale by 1 + weight": model.norm_offset,
         **{words: words not in EXECUTED for words in model.special_features},
-        f"what {system.name} keeps of eager operators": any(
+        f"tensors that eager operators of {system.name} keep": any(
             (
                 system.kernels.norm_keeps_steps,
                 system.kernels.repeats_kv,
@@ -62,7 +62,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "reduce buckets that are allocated whole": system.zero.whole_buckets
         and lay.state_shards > 1
         and lay.zero_stage > 0,
-        "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
+        "pipeline stages that hold their outputs until the backward": system.parallel.holds_outputs
+        and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "quantised linears over slices of heads": problem.workload.recipe != "none"
         and any(run.of == "heads" for run in plan.mini_sequences),
@@ -81,8 +82,9 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
 
 
 def uneven_experts(problem: Problem) -> bool:
-    """Whether some expert would receive more of a rank's tokens than another.  The token at
-    position p has the `active` experts from p x active on; after `period` positions they repeat."""
+    """Whether experts would receive different numbers of a rank's tokens. The token at position p
+    goes to the `active` experts from number p x active on, modulo their count; after `period`
+    positions the experts repeat."""
     lay, experts = problem.layout, problem.workload.model.experts
     assert experts is not None
     period = experts.count // gcd(experts.count, experts.active)
@@ -95,18 +97,18 @@ def uneven_experts(problem: Problem) -> bool:
 
 
 def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
-    """Refusals of a model of which only a part trains."""
+    """Refusals of models that train only in part."""
     work, lay, model = problem.workload, problem.layout, problem.workload.model
     packed = work.base_dtype in PACKINGS
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
-        "weights that do not train, other than with low-rank adapters": others,
+        "partial training other than low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack"
         and not PACKINGS.get(work.base_dtype, Packing(4)).block,
-        "packed weights with ZeRO 2 or 3, memory layers or a prediction of more tokens": packed
+        "packed weights with ZeRO 2 or 3, memory layers or layers that predict more tokens": packed
         and (lay.zero_stage >= GRADIENT_STAGE or model.memory is not None or model.mtp_layers > 0),
         "frozen norms in fp32": work.fp32_norms and work.element_bytes < SUM_BYTES["fp32"],
-        f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
+        f"trained weights in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
@@ -120,7 +122,7 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
     given = work.recipe != "none"
     return {
         "a recipe in FP4": work.recipe == "nvfp4",
-        "scales of whole rows": work.recipe == "fp8-rows",
+        "FP8 with one scale per row": work.recipe == "fp8-rows",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
         "scales of earlier steps over data-parallel ranks": (
@@ -141,10 +143,10 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
     return {
         "ZeRO stages 2 and 3 with experts": by_unit or plan.state("parameter").gather == "layer",
         f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
-        "a capacity of experts": problem.workload.capacity_factor > 0,
-        "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),
+        "a capacity limit of experts": problem.workload.capacity_factor > 0,
+        "experts that receive unequal numbers of a rank's tokens": uneven_experts(problem),
         f"the dispatcher {system.experts.dispatcher}": system.experts.dispatcher != "alltoall",
-        "experts' exchanges beside another micro-batch": problem.ep_overlaps,
+        "exchanges of experts that overlap another micro-batch": problem.ep_overlaps,
         "experts with biases": model.mlp_bias,
         "a gate of the shared expert": model.experts.shared_gate,
         "states of experts in host memory": "host" in homes,
@@ -160,12 +162,12 @@ def _refused_of_predictions(problem: Problem, plan: Plan) -> dict[str, bool]:
     by_unit = has_whole_gradients(plan.state("gradient"), lay)
     by_unit = by_unit or plan.state("parameter").gather == "layer"
     return {
-        "a prediction with tensor parallelism and without sequence parallelism": (
+        "layers that predict more tokens, with tensor but without sequence parallelism": (
             lay.tp > 1 and not lay.sequence_parallel
         ),
-        "a prediction between the ends of the pipeline": inside,
-        "ZeRO stages 2 and 3 with a prediction": by_unit,
-        "a prediction with weights updated in the backward": (
+        "layers that predict more tokens on a middle pipeline stage": inside,
+        "ZeRO stages 2 and 3 with layers that predict more tokens": by_unit,
+        "layers that predict more tokens, with weights updated in the backward": (
             plan.state("optimizer").update == "backward"
         ),
     }
@@ -192,7 +194,7 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
         f"{words} of adapters on the host": bool(on_host) and problem.workload.partly,
         "optimizer states in pieces beside frozen weights": optimizer.pieces is not None
         and problem.workload.partly,
-        f"{gathered}-byte gathered parameters where it computes with {width}": gathered != width,
+        f"gathered parameters of {gathered} bytes, not {width}": gathered != width,
         f"{words} on the host without an optimizer there": bool(on_host)
         and optimizer.home != "host",
         f"{words} on the host with sequence parallelism": bool(on_host) and lay.sequence_parallel,
@@ -214,7 +216,7 @@ def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
         for count in tensor_parameters(problem, table)
     ]
     refused = {
-        f"pieces of {nbytes}-byte optimizer states where it has {3 * width}": nbytes != 3 * width,
+        f"pieces of optimizer states of {nbytes} bytes, not {3 * width}": nbytes != 3 * width,
         f"pieces of tensors that {optimizer.shards} ranks cannot share evenly": any(
             count % optimizer.shards for count in counts
         ),
@@ -231,10 +233,10 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     asked = plan.state("optimizer").update == "backward"
     width = SUM_BYTES.get(problem.workload.precision, 4)
     given = problem.system.states.grad_bytes
-    words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
+    words = f"an optimizer in the backward with gradients of {given} bytes, not {width}"
     return {words: asked and given != width}
 
 
 def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """The trained parameters of a table's operators, leaving out operators without any."""
+    """The number of trained parameters of each operator of a table that has any."""
     return [op.trained_parameters for op in trained_operators(problem, table)]

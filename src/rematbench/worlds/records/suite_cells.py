@@ -30,8 +30,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
-    """The cells of every problem with every method and variant, in the suite's order; with `only`,
-    the cells with these names or beginnings of names (PROBLEM, PROBLEM.METHOD)."""
+    """The cells of every problem with every method and variant, in the suite's order. `only`:
+    PROBLEM, PROBLEM.METHOD or whole names of cells; other cells are left out."""
     registry = discover(folders)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
@@ -57,8 +57,8 @@ def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
 
 
 def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
-    """The cell of a record, planned again with the present cluster (or its file), system and
-    constants of config/, so that the numbers show changes in config/."""
+    """The cell of a record, planned again with the constants, the stack and the cluster (or the
+    file `cluster`) of the present config/, so that its numbers show what changed there."""
     spec = record.spec
     problem = replace(spec_problem(spec, cluster), reserve_bytes=spec.start.reserve_bytes)
     given = spec.parameters.items()

@@ -268,7 +268,7 @@ def load_campaign_suite(path: Path) -> CampaignSuite:
     a missing or invalid name of a problem."""
     suite = read_suite(path, CampaignSuite)
     if not suite.problems:
-        raise ConfigError(str(path), "problems", "none given")
+        raise ConfigError(str(path), "problems", "the suite lists no problem")
     for name in (problem.name for problem in suite.problems):
         if "." in name or "/" in name:
             text = f"name {name!r} must not contain a dot or a slash"

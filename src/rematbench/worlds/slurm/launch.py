@@ -63,7 +63,8 @@ def run_limited(words: Sequence[str], log: Path, limit_s: float) -> LaunchResult
                 code = process.wait(timeout=limit_s)
         finally:
             _end(process)
-        out.seek(0)  # the open file: another job that finishes the same cell removes its folder
+        # The open file is read: another job that finishes the same cell removes the folder.
+        out.seek(0)
         text = out.read().decode(errors="replace")
     return LaunchResult(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)
 

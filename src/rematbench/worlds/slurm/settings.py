@@ -17,7 +17,7 @@ KEYS = (
     *("slurm_partition", "slurm_account", "slurm_extra", "qos", "constraint", "gres"),
     *("runtime", "mem_mb", "cpus_per_task", "nodes", "tasks", "tasks_per_gpu", "mpi"),
 )
-"""Keys that the executor reads.  The executor skips a value of None, but passes an empty qos on."""
+"""Keys that Snakemake's Slurm executor reads. It skips None, but passes an empty qos to sbatch."""
 
 SIMULATED_MINUTES = 120
 SIMULATED_MEM_MB = 2000

@@ -122,8 +122,8 @@ def split_norm(
     columns: int,
     total: Callable[[Tensor], None],
 ) -> Tensor:
-    """RMSNorm, or with a bias LayerNorm, of rows of which several ranks each have some columns;
-    `total` sums over these ranks in place."""
+    """RMSNorm (LayerNorm if there is a bias) of rows whose columns are split over several ranks;
+    `total` sums a tensor over these ranks in place."""
     y, _ = _normed(x, bias is not None, columns, total)
     return y * weight if bias is None else y * weight + bias
 

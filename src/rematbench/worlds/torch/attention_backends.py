@@ -12,9 +12,9 @@
 Traced (meta) tensors use the rows of the CPU, whose operator takes values of as many columns as
 keys.  Heads of latent attention, whose values have fewer, take the row `unequal`, which also saves
 queries, keys, values, output and lse (padded values would be saved, too).  On CUDA the problem's
-kernel decides between the rows of 16-bit types: `cudnn` takes its row where that row can, all
-others take flash, whose operator is FlashAttention-2 or, after `choose_flash`, FlashAttention-3.
-Both save what flash saves.
+kernel decides between the rows of 16-bit types: `cudnn` takes the cuDNN row if head_dim allows it,
+every other kernel the row `cuda`, whose operator is FlashAttention-2 or, after `choose_flash`,
+FlashAttention-3.  All three save the same tensors.
 
 Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
 so that its bytes are rows x heads as in the operator table; the lse of the other backends is
@@ -34,7 +34,8 @@ from rematbench.inputs.system import AttentionBackend
 from rematbench.worlds.torch.arithmetic import wide
 
 LSE_ALIGN = 32
-"""The efficient operator pads lse to a multiple of these rows (kAlignLSE of torch's kernel)."""
+"""The efficient operator pads lse to a multiple of this number of rows (kAlignLSE of torch's
+kernel)."""
 
 Heads = Tensor
 """batch x heads x rows x head_dim, with any strides."""
@@ -60,9 +61,9 @@ class Block(NamedTuple):
 
 
 def choose_flash(kernel: AttentionBackend) -> None:
-    """Make torch's flash operators those of a kernel.  Raises ImportError, RuntimeError or
-    AttributeError if they cannot be: the kernel's package is missing, does not run on this GPU, or
-    this torch has no choice."""
+    """Make torch's flash operators run a kernel. ImportError, RuntimeError or AttributeError if
+    that is impossible: the kernel's package is missing or does not run on this GPU, or this torch
+    offers no choice."""
     from torch.nn import attention as choices  # noqa: PLC0415  # torch 2.10 has no choice
 
     wanted = {"fa3": "FA3"}.get(kernel)
@@ -157,7 +158,7 @@ def flash_backward(
                 grad, q, k, v, out, lse, 0.0, causal
             )
         case "cuda":
-            # torch takes any given lengths, even empty ones, for sequences of unequal length
+            # Tensors of lengths, even empty ones, would mean sequences of unequal length to torch.
             seed = torch.empty(2, dtype=torch.uint64, device=q.device)
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
@@ -242,7 +243,8 @@ def _efficient_backward(
 
 def blocks(rows: int, slices: tuple[int, ...], keys: int) -> list[list[Block]]:
     """The blocks of each query slice: the whole prefix, then the causal diagonal. `slices` are the
-    positions (in slices) of a rank's rows, in order; a single slice has the last of the `keys`."""
+    positions (in slices) of a rank's rows, in order; the rows of a single slice are the last of the
+    `keys`."""
     size = rows // len(slices)
     found: list[list[Block]] = []
     for place, position in enumerate(slices):

@@ -90,8 +90,8 @@ def micro_batches(
     *,
     ahead: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, in order; `ahead`: with what a prediction of one more token
-    reads."""
+    """This rank's micro-batches, in order; `ahead`: also with the tokens and labels one position
+    ahead."""
     per_replica = batch.ids.shape[0] // layout.replicas
     first = place.dp * per_replica
     where = positions(layout, place, batch.ids.shape[1])

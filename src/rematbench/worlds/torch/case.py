@@ -84,8 +84,8 @@ class Case:
 
 @dataclass(kw_only=True)
 class GradientShard:
-    """One rank's part of the summed gradient of one parameter: its number among the parts of tensor
-    parallelism, and among the ZeRO shards of that part."""
+    """One rank's part of the summed gradient of one parameter. `part`: its number among the
+    tensor-parallel parts; `number`: its number among the ZeRO shards of that part."""
 
     spec: ParameterSpec
     part: int

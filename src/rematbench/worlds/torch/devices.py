@@ -66,7 +66,7 @@ def set_expandable_segments(*, expandable: bool) -> None:
     word = f"{SEGMENTS_KEY}:{expandable}"
     try:
         done = _set(",".join(others), word)
-    except ValueError:  # torch 2.11 has what it refused among the present settings
+    except ValueError:  # torch 2.11 lists a key that it refuses among the present settings
         known = (one for one in others if not one.startswith(PINNED_CACHE_KEY))
         done = _set(",".join(known), word)
     if not done:

@@ -50,7 +50,7 @@ class Draws:
         """The whole next parameter in float64; ValueError if another parameter comes next."""
         first, drawn = self._ready.popleft()
         if first.name != spec.name:
-            raise ValueError(f"{spec.name} is asked for before {first.name}")
+            raise ValueError(f"{spec.name} is taken before {first.name}")
         full = drawn.result()
         self._begin()
         return full

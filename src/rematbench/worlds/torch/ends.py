@@ -1,5 +1,5 @@
-"""The ends of a model on one rank: lookups of embeddings, losses, and what joins the columns of two
-predictions."""
+"""The ends of a model on one rank: embedding lookups, losses, and the operators that join the
+columns of two predictions."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def _ids(call: Call) -> Tensor:
 
 
 def _positions(call: Call) -> bool:
-    """Whether learned positions are added: to the model's input, and not for a prediction."""
+    """Whether learned positions are added: they are for the model's input, not for a prediction."""
     return call.model.kind.position == "learned" and call.op.name == "embedding"
 
 

@@ -25,7 +25,7 @@ from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
 from rematbench.worlds.torch.unit_states import UnitStates
 
 STATE_PEERS = ("dp", "edp")
-"""The groups over which states are shared: of experts, and of everything else."""
+"""The groups over which ZeRO shards states: `edp` for experts, `dp` for all others."""
 SEVERAL = ("attention", "sort")
 """The operators that gather several tensors: keys and values, or tokens and probabilities."""
 ORDERS = ("to_heads", "to_rows")
@@ -52,8 +52,9 @@ class Exchanges:
         return self.streams.storage_pool() if stays else nullcontext()
 
     def all_gather(self, action: Action, span: Span) -> None:
-        """Gather the rows of every rank of the group; several tensors into one buffer; or what each
-        rank has in its place of a tensor that exists."""
+        """Gather the rows of all ranks of the group into a new storage, or several tensors into one
+        buffer. Without an allocation it gathers in place: each rank has filled its part of an
+        existing tensor."""
         group = self.group(action)
         if self._of_states(action):
             self._gather_parameters(action, span)
@@ -129,8 +130,8 @@ class Exchanges:
             self.streams.run(action.stream, partial(put, rows, out, self.model.heads(action)))
 
     def _several(self, action: Action, chunk: int) -> list[Activation]:
-        """The tensors that an action gathers, or whose gradients it scatters: the operator's inputs
-        but queries, which no rank gathers."""
+        """The tensors that an action gathers, or whose gradients it scatters: the operator's
+        inputs, except the queries, which stay on their rank."""
         table = self.model.units[chunk][action.part].table
         return [table.activations[name] for name in table.op(action.op).inputs if name != "q"]
 
@@ -184,7 +185,8 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _scatter_several(self, action: Action, span: Span, group: Group) -> None:
-        """Sum gradients that lie one after another in one buffer; this rank's rows of each."""
+        """Sum gradients that lie one after another in one buffer, and store this rank's rows of
+        each."""
         tensors = self._several(action, span.chunk)
         whole = self.memory[span.key(action.reads[0])].data.view(torch.uint8)
         parts = torch.split(whole, [group.size * tensor.nbytes for tensor in tensors])
@@ -228,8 +230,8 @@ class Exchanges:
         return due
 
     def _scatter_gradients(self, action: Action, span: Span) -> None:
-        """Reduce the gradients of the chunk so far; if states are kept by unit, those of units, in
-        every micro-batch, each unit in one collective."""
+        """Reduce the chunk's gradients so far. If states are kept by unit, every micro-batch
+        reduces each unit's buffer in one collective."""
         if self.model.sharing is None:
             self._reduce_gradients(action, span.chunk)
             return
@@ -262,8 +264,8 @@ class Exchanges:
         return [p for p in among if p.spec.expert == of_experts]
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Sum the gradients of all norms and routers, or of one unit's, over the group. They are
-        replicated, and each rank has the gradient of its own tokens."""
+        """Sum the gradients of norms and routers (all, or those of one unit) over the group: their
+        weights are replicated, but each rank has only the gradient of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)

@@ -271,7 +271,7 @@ class Executor:
         adding = iter(found.adding)
         for name, gradient in made.items():
             storage = found.fresh.get(name, found.part)
-            if name in found.fresh and len(made) == 1 and found.adding:  # the old sum has readers
+            if name in found.fresh and len(made) == 1 and found.adding:  # the old sum is still read
                 old = self.memory[span.key(next(adding))].view(span.first, span.size)
                 self._put(found.fresh[name], span, gradient + old.view(gradient.shape))
             elif storage is not None:
@@ -316,7 +316,7 @@ class Executor:
         # all gradients are summed before the first piece, or before the last in the backward
         seen = pieces.last if pieces and action.part.units else FIRST
         if pieces is None or action.part in ("", seen):
-            with _disable_current_modes():  # an observer of gradients is not of the program
+            with _disable_current_modes():  # an observer's bytes are not the program's
                 self.before_update(parameters)
         rule, step = self.optimizer, self.step
 

@@ -8,8 +8,8 @@ then, because the probabilities of a token add up to 1.
 
 Rows of experts' tensors are ordered by (expert, rank that sends, token); before and after an
 exchange by (rank, expert of the rank, token).  A row of the router's scores, or of the
-permutation, is a row of bytes with fields of several types; what the stack saves beyond the fields
-written here stays empty.
+permutation, is a row of bytes with fields of several types; bytes that the stack saves beyond the
+fields written here stay zero.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def _chosen(call: Call, scores: Tensor) -> Tensor:
 
 
 def _probabilities(call: Call, scores: Tensor) -> Tensor:
-    """The probabilities of each token's experts, or in their place the gradients of these."""
+    """The probabilities of each token's experts, or their gradients, which have the same place."""
     active = experts_of(call).active
     return _field(scores, INDEX * active, active, arithmetic.wide(call.model.dtype))
 
@@ -112,7 +112,8 @@ def route_weight(call: Call) -> None:
 
 
 def count(call: Call) -> Tensors:
-    """The tokens of each expert, in the place of every rank; the ranks gather them next."""
+    """The number of tokens of each expert, repeated for every rank, because the ranks gather it
+    next."""
     chosen = _chosen(call, call.input()).view(-1)
     own = torch.zeros(experts_of(call).count, dtype=torch.int64, device=chosen.device)
     own.index_add_(0, chosen, torch.ones_like(chosen))

@@ -59,7 +59,7 @@ def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> l
 
 DIMENSIONS: dict[GroupName, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
 EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
-"""The groups of experts, the fastest first."""
+"""The groups over which experts are spread; neighbouring ranks share the first of them."""
 
 
 def state_rank(
@@ -78,8 +78,9 @@ def state_rank(
 
 
 class ExpertPlace(NamedTuple):
-    """A rank's place among the ranks of its stage as experts fold onto them: which part of which
-    experts it holds, and its place among the ranks that hold the same."""
+    """A rank's place in the expert groups of its stage: the part of its experts that it holds
+    (`etp`), the share of all experts (`ep`), and its place among the ranks that hold the same
+    (`edp`)."""
 
     etp: int
     ep: int
@@ -104,8 +105,8 @@ class Group(NamedTuple):
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """out = every rank's rows in rank order; `part` may be its place in `out` (NCCL allows
-        it)."""
+        """out = every rank's rows in rank order; `part` may lie at this rank's place in `out` (NCCL
+        allows it)."""
         if self.handle is None:
             out.view(-1).copy_(part.reshape(-1))
             return
@@ -210,8 +211,8 @@ class Groups:
         experts: bool = False,
         vocabulary: bool = False,
     ) -> None:
-        """Build the groups; with `experts` also those over which a model's experts are spread, with
-        `vocabulary` those of stages that share one."""
+        """Build the groups. `experts`: also the groups over which experts are spread; `vocabulary`:
+        also the groups of stages that share a vocabulary."""
         self.layout, self.order, self.rank = layout, order, rank
         self.vocabulary = vocabulary
         self.place = coordinates(rank, layout, order)
@@ -235,8 +236,9 @@ class Groups:
         self._open: set[str | Channel] = set()
 
     def _group(self, name: GroupName, groups: list[list[int]]) -> Group:
-        """This rank's group of a kind. Groups of equal ranks have one communicator if their
-        collectives run on one stream; those of another stream would come in another order."""
+        """This rank's group of a kind. Groups of equal ranks share a communicator only if their
+        collectives run on one stream: ranks may issue the collectives of two streams in different
+        orders."""
         mine, handle = [self.rank], None
         for ranks in groups:
             key = STREAMS_OF.get(name, name), tuple(ranks)

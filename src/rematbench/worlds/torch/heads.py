@@ -48,7 +48,8 @@ class Heads(NamedTuple):
 
 
 def put(target: Tensor, made: Tensor, heads: Heads | None) -> None:
-    """Copy a result into a tensor; that of a piece of heads fills the columns of the piece."""
+    """Copy a result into a tensor. With `heads`, the result has the columns of one piece of heads,
+    and only these columns are filled."""
     parts = heads.parts("attn_out", target, -1) if heads else [target]
     for part, some in zip(parts, made.chunk(len(parts), -1), strict=True):
         part.copy_(some.reshape(part.shape))

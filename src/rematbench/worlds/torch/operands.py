@@ -84,7 +84,7 @@ class Names:
         inputs = {name: ops.storage(unit, unit.table.of_gradient(name)) for name in op.inputs}
         own = {storage.whole for storage in inputs.values()}
         gradient = attrgetter("is_gradient")
-        incoming = tuple(  # before the saved tensors, and before what is added to
+        incoming = tuple(  # they precede the saved tensors and the gradients that are added to
             takewhile(lambda one: one.is_gradient and one.whole not in own, action.reads)
         )
         return Operands(
@@ -101,8 +101,8 @@ class Names:
 
 
 def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
-    """An attention's action with the tensors of its own slice alone, without gradients of keys and
-    values; and the keys and values of earlier slices."""
+    """An attention's action without the tensors of other slices and the gradients of keys and
+    values, and the keys and values of earlier slices by name."""
     number = slice_of(action)
     context: dict[str, list[Storage]] = {}
     for each in action.reads:
@@ -211,8 +211,8 @@ class Call(NamedTuple):
         return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def input(self) -> Tensor:
-        """The tensor of the operator's single input; of a linear with quantised operands, what its
-        quantised copy says."""
+        """The operator's single input; for a linear with quantised operands, the values that its
+        quantised copy stands for."""
         name = self.op.inputs[0]
         x, source = self.tensors[name], self.unit.table.activations[name].copy_of
         if source:
@@ -231,11 +231,13 @@ class Call(NamedTuple):
         return self.span.micro_batch, self.span.chunk, self.unit.prefix, name
 
     def narrowed(self, x: Tensor, *, weight: bool = False) -> Tensor:
-        """An operand of the operator: as its quantised form says, if it multiplies such."""
+        """An operand, rounded to its quantised form if the operator multiplies quantised
+        operands."""
         return quantised.narrowed(x, self.recipe, weight=weight) if self.op.narrow else x
 
     def weight(self, name: str) -> Tensor:
-        """The weight `name` as products read it."""
+        """The weight `name` as products read it: rounded to its quantised form, or widened if
+        packed."""
         parameter = self.parameter(name)
         if not parameter.spec.packing:
             return self.narrowed(self.value(name), weight=True)
@@ -251,7 +253,7 @@ class Call(NamedTuple):
         return self._replace(wide={name: one.widened(part) for (name, one), part in parts})
 
     def opened(self, names: Sequence[str]) -> "Call":
-        """The call; the weights of a fused linear are widened together if they are packed."""
+        """The call, with the packed weights of a fused linear widened into one matrix."""
         fused = self.model.problem.system.kernels.fused_linears
         opens = fused and all(self.parameter(name).spec.packing for name in names)
         return self.widened(names) if opens else self
@@ -268,8 +270,8 @@ def _absent(call: Call) -> NoReturn:
 
 
 class Operator(NamedTuple):
-    """What an operator computes: its outputs, the gradients of its inputs, and those of its
-    weights, which it adds.  KeyError for a pass that it does not have."""
+    """The functions of an operator: its outputs, the gradients of its inputs, and the gradients of
+    its weights, which are added to their sums. KeyError for a pass that the operator lacks."""
 
     forward: Callable[[Call], Tensors]
     backward: Callable[[Call], Tensors] = _absent

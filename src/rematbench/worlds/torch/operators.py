@@ -19,8 +19,8 @@ COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
     *("join", "predict_head", "memory_query", "memory_gate"),
 )
-"""The column-parallel operators, and the projections to few columns, which no rank splits: each
-output has its own weight, so that none is a view."""
+"""The column-parallel operators, and the narrow projections, which no rank splits. Each output has
+a weight of its own, so no output is a view of another."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
@@ -157,8 +157,8 @@ def _norm(call: Call) -> Tensors:
 
 
 def _split(group: Group, x: Tensor) -> tuple[int, Callable[[Tensor], None]]:
-    """The number of columns of whole rows, of which each rank of the group has as many as `x`, and
-    the sum over the group."""
+    """(the number of columns of a whole row, the sum over the group in place). Each rank of the
+    group has as many columns as `x`."""
     return group.size * x.shape[-1], group.all_reduce
 
 
@@ -199,14 +199,15 @@ NAMED = {"lm_head": "lm_head", "predict_head": "lm_head", "join": "join"}
 
 
 def _side(call: Call) -> Tensor:
-    """The operator's input: its columns of an input that holds those of both predictions, unless a
-    gather has selected them."""
+    """The operator's input. If the input holds the columns of the decoder and of a prediction, the
+    operator reads its own half, unless a gather has selected it already."""
     x, side = call.input(), call.model.sides.get(call.op.name)
     return x if side is None or x.shape[-1] == call.model.kind.hidden else x[:, side]
 
 
 def _whole_side(call: Call, dx: Tensor) -> Tensor:
-    """The gradient of an operator's whole input; a sum over ranks comes before."""
+    """The gradient of the whole input, zero in the columns that the operator does not read. Under
+    tensor parallelism the reduce-scatter fills in these columns."""
     side = call.model.sides.get(call.op.name)
     if side is None or call.model.problem.layout.tp > 1:
         return dx
@@ -308,7 +309,7 @@ def _turn_backward(call: Call) -> Tensors:
 
 
 def _join(call: Call) -> Tensors:
-    """A head's own columns of keys, then those that all heads share."""
+    """The keys: each head's own columns, followed by the columns that all heads share."""
     own, shared = (call.tensors[name] for name in call.op.inputs)
     heads = own.view(own.shape[0], call.model.shapes.heads, -1)
     every = shared[:, None].expand(-1, heads.shape[1], -1)
@@ -349,7 +350,7 @@ def _column_backward(call: Call) -> Tensors:
 
 def _column_weight(call: Call) -> None:
     for name, found in _column_gradients(call):
-        back = call.grads_are_views  # turned back already
+        back = call.grads_are_views  # `_column_backward` has undone the rotation in place
         grad = found if back else _turned(call, name, found, inverse=True)
         _add_weight_gradient(call, name, grad)
 

@@ -21,7 +21,7 @@ NF4 = (
 )
 """The quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314, appendix E)."""
 PIECES = 64
-"""A weight is widened in so many pieces, so that it is the only large tensor."""
+"""A weight is widened in this many pieces, so that temporaries stay small."""
 BYTE = 255
 
 

@@ -122,7 +122,7 @@ def _adapter_specs(
 
 
 ADAPTED = {"o": "proj", "gate": "gate_out", "up": "up_out", "down": "fc2"}
-"""The local names of linears that adapters name in another way."""
+"""The local names of linears, by the names that adapters have for them."""
 
 
 def _model_specs(
@@ -175,8 +175,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
 
 
 def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, ParameterSpec]:
-    """What a layer that predicts one more token has beside a decoder's: the final norm, norms of
-    what it joins and of what it makes, the linear that joins, and the model's embedding."""
+    """The parameters that a layer which predicts one more token has besides a decoder layer's: the
+    final norm, norms of the tensors that it joins and of its output, the linear that joins them,
+    and the model's embedding."""
     specs = _norm_specs(model, "final_norm", "final_norm")
     for norm in ("next_norm", "hidden_norm", "predict_norm"):
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
@@ -235,7 +236,8 @@ def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, Paramet
 def _linear_specs(
     prefix: str, local: str, shape: tuple[int, int], split: int, *, bias: bool, expert: bool = False
 ) -> dict[str, ParameterSpec]:
-    """A linear of which tensor parallelism splits the outputs (dimension 0) or the inputs (1)."""
+    """The weight and bias of a linear. Tensor parallelism splits its outputs (`split` 0) or its
+    inputs (1)."""
     specs = {local: ParameterSpec(f"{prefix}.{local}.weight", shape, split, expert=expert)}
     if bias:
         whole = None if split else 0
@@ -356,7 +358,7 @@ class Parameter:
     moment1: Tensor
     moment2: Tensor
     size: int
-    """Elements of `flat` while it is there."""
+    """Elements of `flat` while it is allocated."""
     host: HostShard | None = None
     value_shard: Tensor | None = None
     grad_shard: Tensor | None = None

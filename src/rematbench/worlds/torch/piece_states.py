@@ -22,7 +22,8 @@ STATES = 3
 
 
 class Range(NamedTuple):
-    """A range [first, last) of a parameter's own shard, at `at` in its piece."""
+    """The range [first, last) of this rank's shard of a parameter, which begins at `at` in its
+    piece."""
 
     parameter: Parameter
     first: int
@@ -42,7 +43,8 @@ class Range(NamedTuple):
 
 
 def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[list[Range]]:
-    """The ranges of each piece; ExecutionError if the pieces are not the rank's own shards."""
+    """The ranges of each piece; ExecutionError if the pieces do not cover exactly the rank's
+    shards."""
     found: list[list[Range]] = [[] for _ in pieces]
     start = 0
     for parameter in reversed(parameters):
@@ -54,14 +56,14 @@ def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[
         start = stop
     total = sum(piece.count for piece in pieces)
     if total != start:
-        raise ExecutionError(f"pieces of {total} parameters do not cut a share of {start}")
+        raise ExecutionError(f"pieces have {total} parameters, but this rank's shards have {start}")
     return found
 
 
 class PieceStates:
-    """The states of one piece where they are at home.  A piece that the host updates also has, in
-    host memory, the gradients that arrive and the weights that leave, unless a parameter's own
-    gradients and weights are there."""
+    """The states of one piece in their home memory. A piece that is updated on the host also has
+    host buffers for its gradients and its new weights, unless the parameters themselves are in host
+    memory."""
 
     def __init__(self, piece: Piece, ranges: list[Range], *, arrives: bool, leaves: bool) -> None:
         self.piece, self.ranges = piece, ranges
@@ -84,7 +86,7 @@ class PieceStates:
         return [self.states, self.gradients, self.weights]
 
     def update(self, states: Tensor, rule: AdamW, step: int) -> None:
-        """One AdamW step on `states`, which are the piece's states or their copy on the device."""
+        """One AdamW step on `states`: the states at home, or their copy on the device."""
         count = self.piece.count
         for each in self.ranges:
             gradient = each.of(self.gradients) if self.arrives else each.gradient
@@ -124,7 +126,7 @@ class Pieces:
     def updating(
         self, action: Action, span: Span, memory: Memory, rule: AdamW, step: int
     ) -> Callable[[], None]:
-        """The work of an update: on the states at home, or on those that visit."""
+        """The work of an update: on the states at home, or on their copy that visits the device."""
         piece = self.of(action.part)
         states = memory[span.key(action.reads[0])].data if action.reads else piece.states
         return lambda: piece.update(states, rule, step)

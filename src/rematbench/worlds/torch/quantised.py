@@ -2,9 +2,9 @@
 
 A row of a quantised copy is the bytes of its elements, then the bytes of its scales: fp32 numbers,
 or exponents of 8 bits.  A tensor with one scale has it outside, as TransformerEngine keeps it with
-the module.  Products run in 16 bits on what the bytes say: torch._scaled_mm needs instructions that
-the runtime keeps oneDNN from (devices.py).  Deviation: one copy, by rows, serves the forward and
-the backward, where TransformerEngine has one by columns for the latter.
+the module.  Products run in 16 bits on the values that the bytes stand for: torch._scaled_mm needs
+instructions that the runtime forbids oneDNN to use (devices.py).  Deviation: one copy, by rows,
+serves the forward and the backward, where TransformerEngine has a second one, by columns.
 """
 
 import torch
@@ -15,14 +15,15 @@ from rematbench.inputs.recipes import Recipe
 F8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(F8).max
 BIAS = 127
-"""Of the exponents of torch.float8_e8m0fnu."""
+"""The bias of the exponents of torch.float8_e8m0fnu."""
 Scales = Tensor
 """fp32 numbers, one for each tile of rows and columns."""
 
 
 def scales_of(x: Tensor, recipe: Recipe, *, weight: bool = False) -> Scales:
-    """The scales of x (rows x columns): of the whole, or of `block` columns of each row; of a
-    weight in the recipe with fp32 scales, of tiles of `block` x `block`."""
+    """The scales of x (rows x columns): one for the whole tensor, or one for `block` columns of
+    each row. In a recipe with fp32 scales, a weight has one scale for each tile of `block` x
+    `block`."""
     if not recipe.block:
         amax = x.abs().amax().float().view(1, 1)
     else:
@@ -51,7 +52,7 @@ def elements(x: Tensor, scales: Scales, recipe: Recipe) -> Tensor:
 
 
 def narrowed(x: Tensor, recipe: Recipe, *, weight: bool = False) -> Tensor:
-    """x as its quantised form says, in its own type."""
+    """x rounded to its quantised form, in its own dtype."""
     scales = scales_of(x, recipe, weight=weight)
     return (elements(x, scales, recipe).float() * spread(scales, x.shape, recipe)).to(x.dtype)
 
@@ -69,7 +70,7 @@ def packed(x: Tensor, recipe: Recipe) -> tuple[Tensor, float]:
 
 
 def widened(data: Tensor, recipe: Recipe, columns: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """What a quantised copy with so many columns says: rows x columns."""
+    """The values of a quantised copy of so many columns: rows x columns."""
     found, own = (part.clone() for part in (data[:, :columns], data[:, columns:]))
     if not recipe.block:
         scales = torch.full((1, 1), scale, device=data.device)

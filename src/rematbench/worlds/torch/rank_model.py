@@ -155,8 +155,8 @@ class RankModel:
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
     ) -> dict[str, Parameter]:
-        """A unit's parameters by local name. Those that no earlier unit has are made; their states
-        go to `states` if they are kept by unit."""
+        """A unit's parameters by local name. Parameters that no earlier unit has are created here;
+        if states are kept by unit, `states` gets theirs."""
         lay = self.problem.layout
         named = self._locals(unit)
         fresh = [spec for spec in named.values() if spec.name not in self.parameters]
@@ -298,16 +298,16 @@ class RankModel:
 
     @property
     def sides(self) -> dict[str, slice]:
-        """The columns of the head's input that each of its projections reads, where a prediction's
-        lie beside the decoder's."""
+        """The columns of the head's input that each projection reads, if the input holds the
+        columns of the decoder and of a prediction."""
         hidden = self.kind.hidden
         both = {"lm_head": slice(0, hidden), "predict_head": slice(hidden, 2 * hidden)}
         return both if self.kind.mtp_layers else {}
 
 
 def _cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
-    """The parameters where ranks also split the dimension that tensor parallelism leaves whole: of
-    matrices, and of what has an element for each hidden column."""
+    """The specs with `columns` set, where ranks split a second dimension: the dimension of a matrix
+    that tensor parallelism leaves whole, and the one of a vector over the hidden columns."""
     found: dict[str, ParameterSpec] = {}
     inner: int | None
     for local, spec in specs.items():

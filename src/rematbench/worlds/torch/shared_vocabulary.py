@@ -2,7 +2,7 @@
 the same name has their order).
 
 Stages reach the barriers of several micro-batches in different orders, which the collectives of one
-communicator cannot do.  So every stage sends its part of a barrier to each other stage, and each
+communicator do not allow.  So every stage sends its part of a barrier to each other stage, and each
 adds the parts itself.  Parts are in the memory of the transport, outside the ledger, and so are the
 rows of the input table: those of all micro-batches are summed over the stages before the first
 pass, and their gradients are spread after the last pass, so that a lookup inside a pass moves
@@ -56,7 +56,7 @@ class SharedVocabulary:
         }
 
     def over(self, table: dict[Kind, Act]) -> dict[Kind, Act]:
-        """An executor's table, in which this class does the actions of the vocabulary."""
+        """The executor's table, with this class's functions for the actions of the vocabulary."""
         return {kind: partial(self._act, usual) for kind, usual in table.items()}
 
     def _act(self, usual: Act, action: Action, span: Span) -> None:
@@ -71,7 +71,8 @@ class SharedVocabulary:
     # -- the ends of the model --------------------------------------------------------------------
 
     def look_up(self) -> None:
-        """Sum over the stages the rows of the input table that each has."""
+        """Look up the input rows of all micro-batches: the sum, over stages, of the rows that each
+        stage's part of the table has."""
         table, first = self._parameter("embedding").value, self.model.vocab_start
         rows = [arithmetic.embed(b.ids, table, first, whole=False) for b in self.model.batches]
         every = torch.stack(rows)
@@ -79,7 +80,8 @@ class SharedVocabulary:
         self.model.looked_up = [*every] if self.stage == 0 else []
 
     def spread_gradients(self) -> None:
-        """Add the gradients of the input's rows to the table of each stage."""
+        """Sum the gradients of the input rows over stages, and add each stage's rows to its
+        table."""
         table, batches = self._parameter("embedding"), self.model.batches
         found = self.model.input_gradients
         shape = (len(batches), self.model.shapes.tokens, self.model.kind.hidden)
@@ -129,8 +131,8 @@ class SharedVocabulary:
         return arithmetic.in_shard(labels, self.model.vocab_start, width)
 
     def output_gradient(self, action: Action, span: Span) -> None:
-        """This stage's part, from the gradient of its logits, or (before their softmax is
-        corrected) from its own softmax."""
+        """This stage's part of the output's gradient, from the gradient of its logits or, before
+        the softmax is corrected, from its own softmax."""
         call = self._call(action, span, "gradient")
         weight = call.weight("lm_head")
         self._put(action, span, call.tensors["gradient"].to(weight.dtype) @ weight)
@@ -201,7 +203,8 @@ class SharedVocabulary:
         own[found.channel.sender] = data
 
     def _lend(self, part: Tensor) -> None:
-        """Note that compute and the barriers read a part in the memory of the transport."""
+        """Tell the tracker that a part is memory of the transport, and the allocator that compute
+        and the barriers read it."""
         self.outside(part)
         for reader in (COMPUTE, "dp"):
             self.streams.share("pp_recv", part, reader)

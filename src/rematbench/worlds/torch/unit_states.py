@@ -4,7 +4,8 @@ The parameters of a unit (embedding, layer, head) lie one after another in one b
 has an equal share of it, a range that may begin and end inside a parameter, so that one collective
 serves the unit.  Gathered weights and gradients of a pass are buffers of the program: parameters
 hold ranges of them while they are alive.  Parameters that do not train come first, and are shared
-separately, so that a rank's share of the trained weights is that of their gradients.
+separately, so that a rank's share of the trained weights covers the same range as its share of
+their gradients.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""What every emitter uses: a chunk's operators and fates, and the writer of a block."""
+"""A chunk's operators and fates, and the writer of a block, which all emitters use."""

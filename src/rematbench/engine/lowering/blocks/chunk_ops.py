@@ -36,9 +36,9 @@ ChunkFates = tuple[Fates, frozenset[int]]
 
 
 class ChunkFacts(NamedTuple):
-    """The facts of a plan that change a chunk's units.  `shares`: its rank has a share of the
-    vocabulary, in passes of their own.  `backward_next`: each forward is followed by its own
-    backward.  `turns`: chunks turn at the last rank."""
+    """The facts of a plan that change a chunk's units.  `shares`: the rank has a share of the
+    vocabulary, with separate passes.  `backward_next`: each forward is directly followed by its own
+    backward.  `turns`: chunks turn back at the last rank."""
 
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Unit(NamedTuple):
     prefix: ModelPart
     table: OpTable
     place: int  # inside the chunk
-    layer: int  # global layer, -1 for embedding and head, -2 - n for the head of a virtual stage n
+    layer: int  # global index; -1: embedding or head; -2 - n: an extra head of virtual stage n
     parameters: int  # on one rank, before any ZeRO sharding
     trained: int  # of these, those with a gradient
     variant: int = 0  # index into the problem's distinct layers
@@ -74,21 +74,13 @@ class Unit(NamedTuple):
         ops = self.table.ops
         return sum(op.trained_parameters for op in ops if op.replicated or not op.has_weight)
 
-    @property
-    def expert_parameters(self) -> int:
-        return self.table.expert_parameters
-
-    @property
-    def trained_experts(self) -> int:
-        return self.table.trained_experts
-
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model; its output and its input; the
-    activation whose gradient it sends back (where layers pass one gradient on, that is its output
-    too, unless a later pass reads it); whether its input and its output are wide, behind a
-    prediction; and whether no gradient crosses its input (`cut`), or its output, which it keeps for
-    a loss of its own (`local`)."""
+    """The two ends of a chunk.  `first`, `last`: whether it has the model's embedding or head.
+    `back`: the activation whose gradient the chunk sends back; if all layers share one gradient,
+    that is its output.  `wide_in`, `wide_out`: whether messages also have the columns of a
+    prediction.  `cut`, `local`: no gradient crosses its input or its output; a `local` chunk keeps
+    its output for a loss of its own.  `before`, `after`: the marks of messages (see `word`)."""
 
     first: bool
     last: bool
@@ -103,8 +95,8 @@ class ChunkEnds(NamedTuple):
     after: str = ""
 
     def word(self, direction: str, *, receives: bool = False) -> str:
-        """The word of a message of the chunk (see `engine/program/storage.py:STEP`), with the mark
-        `before` at the chunk's input and `after` at its output."""
+        """The word of a message of the chunk (see `engine/program/storage.py:STEP`): its direction,
+        with the mark `before` at the chunk's input or `after` at its output."""
         return direction + (self.before if (direction == "f") == receives else self.after)
 
 
@@ -142,7 +134,7 @@ class ChunkOps:
             counts = table.parameters, table.trained
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
         if self.last or self.local:
-            # A training loop cannot hold logits that are computed in pieces.
+            # Logits that are computed in pieces never exist as a whole tensor to hold.
             pieces = any("loss" in run.ops and run.count > 1 for run in self.mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
@@ -162,7 +154,7 @@ class ChunkOps:
         layers: tuple[int, ...],
         facts: ChunkFacts = PLAIN,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share."""
+        """Return the chunk from the problem's cache, which all plans of the problem share."""
         key = (stage, chunk, layers, facts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
@@ -175,7 +167,7 @@ class ChunkOps:
     def of_plan(
         cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
     ) -> "ChunkOps":
-        """Return a new chunk of a plan, which no other plan shares."""
+        """Return a new chunk of a plan, without mini-sequences and outside the problem's cache."""
         facts = ChunkFacts.of(plan)._replace(mini_sequences=(), held=held)
         return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
 
@@ -204,13 +196,13 @@ class ChunkOps:
 
     @property
     def boundary(self) -> Activation:
-        """The activation that pipeline stages exchange, behind a prediction the `wide` one."""
+        """The activation that pipeline stages exchange (after a prediction layer: `wide`)."""
         return self.problem.embedding.activations["layer_input"]
 
     @property
     def wide(self) -> Activation:
-        """What a stage sends behind a prediction: the columns of the decoder and of the
-        prediction."""
+        """The activation that a stage sends after a prediction layer, with the columns of the
+        decoder and of the prediction."""
         return self.problem.head.activations["layer_output"]
 
     @cached_property
@@ -221,7 +213,7 @@ class ChunkOps:
 
     @property
     def ends(self) -> ChunkEnds:
-        """The ends of the chunk, as far as the order of its steps depends on them."""
+        """The facts of the chunk's ends on which the order of steps depends."""
         predicts = self.problem.prediction_rank is not None
         wide_in = predicts and not self.layers and not self.first
         back = self.output if self.predicts is None else _layer_input(self.predicts)
@@ -351,16 +343,16 @@ class ChunkOps:
     def parts(
         self, unit: Unit, activation: str, storage: Storage, fate: Resolved
     ) -> list["StoredPart"]:
-        """Return the storages that a saved tensor leaves after the forward: whole, split by fate,
-        or in pieces.  Raise PlanError if a tensor inside a mini-sequence is neither kept nor
+        """Return the storages in which a saved tensor remains after the forward: whole, split by
+        fate, or in pieces.  Raise PlanError if a tensor inside a mini-sequence is neither kept nor
         recomputed as a whole."""
         run = self.run_of(unit, activation)
         if run is None:
             return stored_parts(storage, fate)
         if fate.mixed or fate.offload_bytes:
             raise PlanError(
-                f"{storage} is inside a mini-sequence: keep it or recompute it whole (in a "
-                "composition, the method that offloads goes before the method that splits)"
+                f"{storage} is inside a mini-sequence: keep all of it or recompute all of it (in a "
+                "composition, name the method that offloads before the mini-sequence method)"
             )
         if fate.recompute_bytes:
             return []
@@ -407,7 +399,7 @@ def _layer_input(place: int) -> Storage:
 
 
 def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
+    """With layer granularity, return the last unit that offloads a tensor.  Its copy runs during
     the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
     next pass is the chunk's own backward, which needs the rounding buffers from its start."""
     if transfers.granularity != "layer" or chunk.backward_next:
@@ -421,9 +413,9 @@ def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit |
 
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
-    unless the chunk's backward directly follows its forward, and neither these layers nor the head
-    offload a tensor."""
+    """Return the last layers of a chunk if their kept tensors stay in the rounding buffers: the
+    chunk's backward directly follows its forward, and neither these layers nor the head offload a
+    tensor.  Otherwise return an empty list."""
     last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
     after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
     swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
@@ -439,7 +431,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
-    """Return the storages that a saved tensor leaves after the forward, given its fate."""
+    """Return the storages in which a saved tensor remains after the forward, given its fate."""
     if not fate.mixed:
         if fate.recompute_bytes:
             return []
@@ -453,8 +445,8 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
 
 
 def bytes_of(chunk: ChunkOps, unit: Unit, name: str, fraction: float) -> int:
-    """Return the bytes of an activation in a share of its rows, or of its heads inside a run of
-    pieces of heads."""
+    """Return the bytes of a share of an activation's rows (or of its heads, in a mini-sequence over
+    heads)."""
     tensor, run = unit.table.activations[name], chunk.run_of(unit, name)
     return piece_bytes(tensor, fraction) if run is None else run.nbytes(tensor, fraction)
 

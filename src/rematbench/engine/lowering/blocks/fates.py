@@ -1,4 +1,4 @@
-"""Resolves a plan's rules into one exact fate, in bytes, for each saved tensor of a chunk and
+"""Resolves a plan's rules into one exact fate, in bytes, for each saved tensor of a chunk in a
 phase."""
 
 from collections.abc import Mapping, Sequence
@@ -87,14 +87,14 @@ def _matched(select: Select, where: ChunkSites, phase: Phase, micro_batch: int) 
 def resolve(
     plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, Resolved], frozenset[int]]:
-    """Return the fates of a chunk's sites, and the indices of the rules that matched a site.  Raise
+    """Return the fates of a chunk's sites, and the indices of all rules that matched a site.  Raise
     PlanError for groups that overlap or do not contain their site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     fates: list[Fate] = [*(rule.fate for rule in plan.rules), Keep()]
     shared = [isinstance(fate, ByteBudget) for fate in fates]
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
-    known: dict[tuple[int, int], Resolved] = {}  # equal layers have the same tensors
+    known: dict[tuple[int, int], Resolved] = {}  # Equal layers share their tensors.
     shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
     for site, tensor in where.sites.items():
         index = winner.get(site, -1)
@@ -119,7 +119,7 @@ def resolve(
 def _winners(
     rules: Sequence[Rule], where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, int], set[int]]:
-    """The last rule that matches each site, and all rules that match a site (indices)."""
+    """The index of the last rule that matches each site, and the indices of all matching rules."""
     winner: dict[Site, int] = {}
     matched: set[int] = set()
     for index, rule in enumerate(rules):
@@ -147,8 +147,8 @@ def _reaches(select: Select, where: ChunkPlace) -> bool:
 
 
 def covered(rules: Sequence[Rule], where: ChunkPlace) -> tuple[tuple[int, ...] | None, ...]:
-    """Return, for each rule, the layers of the chunk that its stages, chunks and layers admit:
-    (-1,) if the rule does not select layers, None if the rule does not reach the chunk.
+    """Return, for each rule, the layers of the chunk that the rule's stages, chunks and layers
+    select: (-1,) if it does not select layers, None if it does not reach the chunk.
 
     Chunks of equal shape with equal results have equal fates in a phase.
     """
@@ -179,28 +179,28 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
                 raise PlanError(
                     f"{tensor.name}: offload {fate.offload} + recompute {fate.recompute} exceed 1"
                 )
-            row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
+            row_bytes = tensor.nbytes // shard_rows  # A row is a token of the shard.
             off = int(shard_rows * fate.offload + 1e-9) * row_bytes
             rebuilt = int(shard_rows * fate.recompute + 1e-9) * row_bytes
             _require_blocks(tensor, shard_rows, off // row_bytes, rebuilt // row_bytes)
             return Resolved(whole - off - rebuilt, off, rebuilt, fate.scope)
         case ByteBudget():
-            raise PlanError("a byte budget applies to a chunk, not to one tensor")
+            raise AssertionError("a byte budget is spent over a chunk (`_spend`)")
 
 
 def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
-    """Raise PlanError for parts of a quantised tensor, in rows of the shard, that are not whole
-    blocks of rows with scales of their own."""
+    """Raise PlanError if some part of a quantised tensor (in rows of the shard) does not consist of
+    whole blocks of rows, each of which has its own scales."""
     block = tensor.block_rows * rows // tensor.rows or tensor.block_rows
     if any(part % (block or rows) for part in parts):
-        own = f"scales of {block} rows" if block else "one scale, which no part of its rows has"
+        own = f"one scale for every {block} rows" if block else "one scale for all rows"
         raise PlanError(f"{tensor.name} has {own}: keep, offload or rebuild it by whole blocks")
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
-    """Raise PlanError unless each grouped site is in its group and no groups overlap.  A group is
-    rebuilt once, before the backward of its last layer.  A layer in two groups would be rebuilt too
-    late for one group or too early for the other."""
+    """Raise PlanError unless each grouped site lies in its group and no groups overlap.  A group is
+    rebuilt once, before the backward of its last layer, so a layer in two groups would be rebuilt
+    too late for one of them or too early for the other."""
     groups: set[Group] = set()
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):

@@ -1,4 +1,4 @@
-"""Decides where a block frees its tensors: after the last reader, on the compute stream."""
+"""Decides where a block frees its tensors: after their last readers, on the compute stream."""
 
 from collections.abc import Sequence, Set
 from operator import attrgetter
@@ -6,7 +6,7 @@ from operator import attrgetter
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.storage import Event, Storage
 
-FREE = Kind.FREE  # a local, because a lookup in an Enum is slow
+FREE = Kind.FREE  # A module variable, because a lookup in an Enum is slow.
 
 
 def frees_by_action(
@@ -33,8 +33,8 @@ def free_action(storages: list[Storage]) -> Action:
 def _ends(
     actions: Sequence[Action], survivors: Set[Storage], arrivals: Set[Storage]
 ) -> list[tuple[int, Storage]]:
-    """(index of the action after which a storage is freed, the storage) of every lifetime that
-    ends in the block."""
+    """For every lifetime that ends in the block: (index of the action after which the storage is
+    freed, storage)."""
     waited, begun = _waits(actions)
     end = len(actions) - 1
     last: dict[Storage, int] = {}
@@ -45,7 +45,7 @@ def _ends(
         if allocs or reads:
             if action.stream != COMPUTE:
                 safe = waited[index]
-            else:  # not before the collective that overlaps the kernel has allocated its output
+            else:  # A collective that overlaps the kernel may allocate its output in this memory.
                 begin = action.exchange.begin
                 safe = begun.get(begin, index) if begin else index
             for alloc in allocs:
@@ -63,9 +63,9 @@ def _ends(
 
 
 def _waits(actions: Sequence[Action]) -> tuple[list[int], dict[Event, int]]:
-    """(table, after): for each action outside compute, the index at which compute has waited for it
-    (by its event, or by the event of a later action of the same stream), else the last index; and
-    for each event that a stream outside compute waits for, the index after the wait."""
+    """(table, after).  `table`: for each action of another stream, the index at which compute has
+    waited for it (for its event, or that of a later action of its stream), or the last index.
+    `after`: for each event for which another stream waits, the index after the wait."""
     end = len(actions) - 1
     on_compute: dict[Event, int] = {}
     elsewhere: dict[Event, int] = {}

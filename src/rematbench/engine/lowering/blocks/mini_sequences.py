@@ -1,9 +1,9 @@
 """Mini-sequences: runs of operators that are computed in pieces of rows, or of heads.
 
-Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
-read, and its outputs written, as slices of whole storages.  The sizes of pieces differ by at most
-one row.  Pieces of heads are equal; if there are fewer key heads than pieces, some pieces share a
-head.
+Tensors between the operators of a run exist one piece at a time (`X%j`).  Each piece reads slices
+of the run's inputs and writes slices of its outputs, which are whole storages.  The sizes of pieces
+of rows differ by at most one row.  Pieces of heads are equal; if there are fewer key heads than
+pieces, several pieces share a key head.
 """
 
 from math import gcd
@@ -16,12 +16,12 @@ from rematbench.engine.program.storage import Storage
 from rematbench.plan import MiniSequence, PlanError
 
 KEYS = ("k", "v", "k_rows", "v_rows")
-"""The tensors with a column for each head of keys, of which there may be few."""
+"""Tensors whose columns belong to key and value heads, of which there may be fewer than pieces."""
 
 
 class Piece(NamedTuple):
-    """A piece of a mini-sequence: its number, its share of the rows (or heads), and the share of
-    rows before it."""
+    """A piece of a mini-sequence: its number, its share of the rows (or heads), and the share that
+    comes before it."""
 
     number: int
     fraction: float
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 
 class MiniRun(NamedTuple):
-    """Contiguous operators of a table, with the interior tensors (which exist in pieces), the
-    outputs, and the pieces; `again`: the tensors that each piece computes again in its backward;
-    `key_pieces`: the pieces of heads of keys (0: the pieces are of rows)."""
+    """Contiguous operators of a table that run in `pieces`.  `interior`: tensors that exist only in
+    pieces; `outputs`: whole tensors that later operators read; `again`: tensors that each piece
+    recomputes in its backward; `key_pieces`: the pieces of key heads (0: pieces are rows)."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]
@@ -45,21 +45,21 @@ class MiniRun(NamedTuple):
     key_pieces: int = 0
 
     def nbytes(self, tensor: Activation, fraction: float) -> int:
-        """Bytes of a piece of an interior tensor: of whole rows, or of heads."""
+        """Bytes of a piece of an interior tensor."""
         if not self.key_pieces:
             return piece_bytes(tensor, fraction)
         return tensor.nbytes // (self.key_pieces if tensor.name in KEYS else len(self.pieces))
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The whole tensors that the run reads from earlier operators."""
+        """The whole tensors of earlier operators that the run reads."""
         made = {name for op in self.ops for name in op.outputs}
         read = [name for op in self.ops for name in op.inputs if name not in made]
         return tuple(dict.fromkeys(read))
 
     def storages(self, whole: dict[str, Storage], piece: Piece) -> dict[str, Storage]:
         """Return the storages of a unit's activations in a piece: pieces of interior tensors, and
-        the storages in `whole` of all others."""
+        the whole storages of all others."""
         return whole | {name: whole[name].of_piece(piece.number) for name in self.interior}
 
 
@@ -71,8 +71,8 @@ def piece_bytes(tensor: Activation, fraction: float) -> int:
 def mini_runs(
     table: OpTable, sequences: tuple[MiniSequence, ...], *, again: bool = False
 ) -> dict[str, MiniRun]:
-    """Return the runs of an operator table, by first operator.  `again`: pieces of rows compute
-    what is inside again in their own backward.  Raise PlanError for operators that cannot run in
+    """Return the runs of an operator table, by first operator.  `again`: pieces of rows recompute
+    their interior tensors in the backward.  Raise PlanError for operators that cannot run in
     pieces."""
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
@@ -93,7 +93,7 @@ def mini_runs(
 
 def _require_piecewise(op: Op, taken: list[Op], *, heads: bool) -> None:
     """Raise PlanError for an operator that cannot be computed or differentiated in pieces, or that
-    is in two runs."""
+    belongs to two runs."""
     if not op.row_local and not heads:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:
@@ -113,13 +113,15 @@ def _run(table: OpTable, ops: tuple[Op, ...], sequence: MiniSequence, *, again: 
     if sequence.of == "heads":
         return _run_of_heads(ops, sequence, interior, outputs)
     tensors = [tensor for tensor in table.activations.values() if tensor.differentiable]
-    rows = min(tensor.rows for tensor in tensors)  # of the rank's own shard
+    rows = min(tensor.rows for tensor in tensors)  # A gathered tensor has more.
     if count > rows:
-        raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
+        raise PlanError(f"mini-sequence of {ops[0].name}: {rows} rows do not make {count} pieces")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
     blocks = max([table.activations[name].block_rows for name in made])
     if any(size % blocks for size in sizes):
-        raise PlanError(f"mini-sequence of {ops[0].name}: pieces must be of {blocks} rows each")
+        raise PlanError(
+            f"mini-sequence of {ops[0].name}: a piece must have a multiple of {blocks} rows"
+        )
     pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
     return MiniRun(ops, interior, outputs, pieces, interior if again else frozenset())
 
@@ -131,12 +133,14 @@ def _run_of_heads(
     kernels = [one for op in ops for one in op.forward if isinstance(one, Attention)]
     if not kernels or any(op.gather for op in ops):
         raise PlanError(
-            f"mini-sequence {sequence.ops} of heads: its operators must go from the projection to "
-            "queries to the end of attention, on ranks that gather nothing for it"
+            f"mini-sequence {sequence.ops} of heads: its operators must reach from the projection "
+            "to queries to the end of attention, and none may gather its inputs"
         )
     heads, keys = kernels[0].heads, kernels[0].kv_heads
     if heads % count:
-        raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {heads} heads")
+        raise PlanError(
+            f"mini-sequence of {ops[0].name}: {heads} heads do not divide into {count} equal pieces"
+        )
     pieces = tuple(Piece(j, 1 / count, j / count) for j in range(count))
     kept = {name for op in ops if op.name == "attention" for name in op.outputs}
     again = interior.union(outputs) - kept

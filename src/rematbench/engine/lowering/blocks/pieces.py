@@ -3,7 +3,8 @@
 The first pieces may rebuild whole tensors.  Each later piece has the same actions as the piece
 before, with the next number in the names of its storages, later events and the next rows.  So four
 pieces are written.  If the second and the third are alike, the third stands for all pieces up to
-the last, and the fourth becomes the last.  Tests compare the result with all pieces written.
+the last but one, and the fourth becomes the last.  Tests compare the result with a block in which
+all pieces are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from rematbench.engine.program.storage import Storage
 from rematbench.engine.program.template import PiecePeriods, PieceShift, waits_before
 
 WRITTEN = 4
-"""PiecePeriods that are written before one is repeated."""
+"""The number of pieces that are written when one of them is repeated."""
 
 MIN_SPARED = 3
 """The fewest pieces that a repetition must save to be worth its checks."""
@@ -32,7 +33,7 @@ def write_pieces(
     """Write the actions of all pieces.  `write` writes the actions of a single piece, and adds its
     storages to the sets in `tensor_sets`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
-    for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
+    for alike in (pieces[:larger], pieces[larger:]):  # The larger pieces have one row more.
         many = len(alike) >= WRITTEN + MIN_SPARED
         if many and _repeat(w, alike, write, tensor_sets):
             continue
@@ -46,8 +47,8 @@ def _repeat(
     write: Callable[[Piece], None],
     tensor_sets: Sequence[set[Storage]],
 ) -> bool:
-    """Write four of some pieces of equal size; the third stands for all up to the last.  False,
-    with the first four written, if the second and the third are not alike."""
+    """Write four of some pieces of equal size, of which the third stands for all up to the last but
+    one.  If the second and the third are not alike, return False, with the first four written."""
     edges = [w.position]
     write(pieces[0])
     compact, w.compact = w.compact, False
@@ -78,8 +79,8 @@ def _rows_of_piece(
     actions: Sequence[Action], edges: Sequence[Position], pieces: Sequence[Piece]
 ) -> tuple[bool, ...] | None:
     """For each action of the third piece, whether it works on the piece's rows.  None if the third
-    piece is not the second piece under later names and rows, or if it waits for an event from
-    before both."""
+    piece differs from the second in more than names, events and rows, or if the second waits for an
+    event from before the first piece."""
     second, third, fourth = (actions[a.action : b.action] for a, b in pairwise(edges[1:]))
     events = [b.event - a.event for a, b in pairwise(edges[1:])]
     if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:

@@ -24,8 +24,8 @@ class Position(NamedTuple):
 
 class RepeatedPiece(NamedTuple):
     """The piece between `start` and `end`, which stands for `pieces`: itself and later pieces.
-    `before`: the start of the previous piece, which has the same actions apart from names and
-    rows."""
+    `before`: the start of the previous piece, which has the same actions under other names and with
+    other rows."""
 
     pieces: PiecePeriods
     before: Position
@@ -49,9 +49,9 @@ class RepeatedPiece(NamedTuple):
         )
 
     def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[Storage]) -> bool:
-        """Whether the lifetimes end in the same way for each piece.  The piece must free the
-        tensors of the previous piece, one piece later; and each tensor that it allocates but does
-        not free must be in `outside`."""
+        """Whether lifetimes end in the same way in each piece: the piece must free the same tensors
+        as the previous piece, with the next piece's number, and each tensor that it allocates but
+        does not free must be in `outside`."""
         first, start, end = (place.action for place in self.starts)
         new = self.periods.shift(1).storage
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
@@ -62,8 +62,8 @@ class RepeatedPiece(NamedTuple):
         return self._gone(actions, frees) - self._born(actions)
 
     def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:
-        """Remove from `frees` the tensors that the later pieces free.  No written action reads
-        them, so they would be freed after their allocation, or at the block's end."""
+        """Remove from `frees` the tensors that the later pieces free.  The readers of these tensors
+        are not written, so `frees` has them too early, or at the block's end."""
         deaths = self.deaths(actions, frees)
         later = {shift.storage(dead) for shift in self.periods.shifts for dead in deaths}
         for at, freed in [*frees.items()] if later else ():
@@ -74,8 +74,8 @@ class RepeatedPiece(NamedTuple):
                 del frees[at]
 
     def finished(self, moved: Callable[[Position], Position], frees: Frees) -> Periods:
-        """Return the periods of the finished block.  `moved` maps a position to the finished
-        block."""
+        """Return the pieces as periods of the finished block.  `moved` maps a position to that of
+        the finished block."""
         start, end = moved(self.start).action, moved(self.end).action
         works_on_piece: list[bool] = []
         for at, flag in enumerate(self.pieces.works_on_piece, self.start.action):

@@ -32,21 +32,21 @@ from rematbench.engine.program.storage import (
     local_event,
 )
 
-# Locals, because a lookup in an Enum is slow and every action needs these.
+# Module variables, because a lookup in an Enum is slow and every action needs these.
 WAIT, UNTIMED, FORWARD_KINDS = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD, Kind.RECOMPUTE)
 
 
 WeightReader = Callable[["BlockWriter", ModelPart, Op], tuple[Storage, ...]]
-"""Gathers the weights that a kernel (writer, part, operator) reads; returns their storages."""
+"""(writer, part, operator) -> storages of the weights that a kernel reads, after gathering them."""
 
 
 class BlockWriter:
-    """Collects a block's actions in issue order; its events are local to the block.  `unit_starts`:
-    where each unit begins; `compact`: whether a piece may stand for further pieces."""
+    """Collects a block's actions in issue order.  `unit_starts`: where each unit begins; `compact`:
+    whether one piece may stand for further pieces."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by reader
+        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by unit
         self.weights: WeightReader | None = None
         self.slots: dict[Storage, Slot] = {}
         self.beside = ""  # the pass of another micro-batch that runs beside the block
@@ -71,8 +71,8 @@ class BlockWriter:
         self.unit_starts.append(self.position)
 
     def rewrite(self, start: Position, actions: Sequence[Action], events: int) -> None:
-        """Replace all actions from `start` to the end by `actions`, which record `events` more
-        events."""
+        """Replace all actions from `start` on by `actions`, and raise the number of the next event
+        by `events`."""
         self.actions[start.action :] = actions
         self._events += events
 
@@ -81,7 +81,7 @@ class BlockWriter:
         return local_event(self._events - 1)
 
     def mark(self, stream: str) -> Event:
-        """Return an event that is recorded when all work issued so far on `stream` is done."""
+        """Return an event that is recorded when all work issued on `stream` so far is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
             if action.stream == stream and action.kind not in UNTIMED:
@@ -191,8 +191,8 @@ class BlockWriter:
         allocs: tuple[Alloc, ...] = (),
     ) -> Event:
         """Append a copy of states between device and host that starts after event `after`, and
-        return its end event.  States have resident memory in host memory; `allocs` is a buffer on
-        the device, if they have none there."""
+        return its end event.  In host memory, states are resident; `allocs` is a new buffer on the
+        device, for states that have no memory there."""
         stream = "d2h" if kind is Kind.D2H else "h2d"
         self.wait(stream, after)
         event = self.new_event()
@@ -222,8 +222,8 @@ class BlockWriter:
         after: Event | None = None,
     ) -> Event:
         """Append a collective on its group's stream, after the compute issued so far (or after
-        event `after`), and return its end event.  A share of the rows moves the same share of the
-        payload."""
+        event `after`), and return its end event.  For a share of the rows, the collective moves the
+        same share of its payload."""
         if rows.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * rows.fraction))
         self.wait(comm.stream, after or self.mark(COMPUTE))
@@ -258,14 +258,14 @@ class BlockWriter:
         return event
 
     def run_beside(self, variant: int) -> None:
-        """Mark the collective just appended, an all-to-all of experts in a layer of kind `variant`:
-        it runs beside a pass of another micro-batch, if one runs beside the block."""
+        """Mark the collective that was just appended, an all-to-all of experts in a layer of kind
+        `variant`, as overlapping a pass of another micro-batch, if the block overlaps one."""
         if self.beside:
             self.actions[-1] = replace(self.actions[-1], variant=variant)
             self._exchange(-1, beside=self.beside)
 
     def repeat(self, piece: RepeatedPiece) -> None:
-        """Note a piece that stands for further pieces.  Write all pieces if the block is not
+        """Record that a piece stands for further pieces, or write these if the block is not
         compact."""
         self._repeated.append(piece)
         if not self.compact:
@@ -281,8 +281,8 @@ class BlockWriter:
         self.unit_starts = [each.after_insert(end, len(more)) for each in self.unit_starts]
 
     def finish(self, label: str, survivors: set[Storage], arrivals: set[Storage]) -> Block:
-        """Return the block: its actions with a FREE behind each tensor's last reader
-        (`liveness.freed`).  `unit_starts` then count the FREEs too.  If a piece does not free the
+        """Return the block: its actions, with a FREE after each tensor's last reader
+        (`frees_by_action`).  `unit_starts` then count the FREEs too.  If a piece does not free the
         same tensors as the piece before it, all pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
         # The tensors that pieces free, by the number of pieces.

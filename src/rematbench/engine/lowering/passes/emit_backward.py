@@ -38,12 +38,12 @@ from rematbench.plan import PlanError, Transfers
 Storages = list[Storage]
 
 BESIDE = storage_of(NO_PART, "beside")
-"""The storage of what the forward beside a backward keeps of one layer."""
+"""The storage of the tensors that a forward beside a backward keeps of one layer."""
 
 
 class InputGradients(NamedTuple):
-    """The storages of an operator's input gradients.  `written`: storages that a kernel writes;
-    `summed`: the written storages that a collective sums; `reduced`: the collective's outputs."""
+    """The storages of an operator's input gradients.  `written`: those that a kernel writes;
+    `summed`: those of them that a collective sums; `reduced`: the collective's outputs."""
 
     written: list[Alloc]
     summed: list[Alloc]
@@ -51,8 +51,8 @@ class InputGradients(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """An operator whose weight gradients are computed in a later pass, and what their kernels
-    read."""
+    """An operator whose weight gradients are computed in a later pass, and the storages that their
+    kernels read (`saved`: those of its saved inputs)."""
 
     unit: Unit
     op: Op
@@ -85,7 +85,7 @@ class BackwardEmitter:
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
-        self.held: list[Storage] = []  # what FSDP's root and its hooks keep until the end
+        self.held: list[Storage] = []  # FSDP's root and hooks keep these until the end.
         self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 
@@ -111,7 +111,7 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        if self.updater:  # the message to the stage before does not wait for the last pieces
+        if self.updater:  # After ENDED: the message to the previous stage need not wait for pieces.
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
@@ -119,7 +119,7 @@ class BackwardEmitter:
     def _unit(self, order: list[Unit], position: int) -> None:
         w, unit = self.w, order[position]
         w.begin_unit()
-        if w.beside and position == int(self.chunk.last):  # behind the head
+        if w.beside and position == int(self.chunk.last):  # At the first layer, after any head.
             emit_alloc(w, BESIDE, self._beside_bytes())
         self.reload.before(order, position)
         if self.gatherer:
@@ -136,7 +136,7 @@ class BackwardEmitter:
             self.gatherer.after(w, unit)
         last = position == len(order) - 1
         # Why: docs/decisions/engine.md, Where does a collective of states slow compute?
-        if last:  # the message to the stage before does not wait for the last reduction
+        if last:  # The message to the previous stage does not wait for the last reduction.
             emit_amaxes(w, self.chunk, GRADIENTS)
             w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
@@ -145,8 +145,9 @@ class BackwardEmitter:
             self._start_pieces(self.updater, unit)
 
     def _graphs(self) -> set[int]:
-        """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
-        FSDP does not know their order and gathers none ahead.  A pipeline keeps all gathered."""
+        """The places of sharded layers that are rebuilt in separate autograd graphs
+        (`Zero.reentrant`).  FSDP does not see their order, so it gathers none of them ahead.  Empty
+        in a pipeline, where parameters stay gathered."""
         zero, gatherer = self.chunk.problem.system.zero, self.gatherer
         alone = self.chunk.problem.layout.pp == 1
         fsdp = zero.reentrant and zero.data_parallel == "fsdp" and alone
@@ -158,22 +159,22 @@ class BackwardEmitter:
         return found
 
     def _hold(self, unit: Unit, gatherer: ParameterGatherer) -> None:
-        """Keep until the end of the backward the parameters of embedding and head, which are one
-        unit of FSDP, and the input of a frozen layer and its gradient."""
+        """Keep some storages until the end of the backward: the parameters of embedding and head,
+        which are one FSDP unit, and the input of a frozen layer with its gradient."""
         work = self.chunk.problem.workload
         frozen = work.lora_rank > 0 and not work.trains("norms")
         if unit.layer < 0 and gatherer.keeps_ends:
             self.held += gatherer.own(unit)
         elif unit.layer >= 0 and unit.place in self.graphs and frozen:
             kept = storage_of(unit.prefix, "held")
-            for storage in (kept, kept.gradient):  # the input stays in its bytes
+            for storage in (kept, kept.gradient):  # Storages of the input's size stand in for it.
                 self.held.append(storage)
                 emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 
     def _beside_bytes(self) -> int:
-        """Bytes that a layer of the forward beside this backward keeps before the backward's layer
-        has freed its own: the largest layer's of this chunk, whose equals the forward runs.  From
-        then on the forward keeps what the backward has freed."""
+        """The bytes that the forward beside this backward keeps of its first layer, before the
+        backward frees a layer: those of this chunk's largest layer, because the forward runs equal
+        layers.  From then on, the forward fills the memory that the backward frees."""
         stored = self.chunk.stored(self.fates)
         return max(
             sum(part.nbytes for _, _, site in self.chunk.saved(unit) for part in stored[site])
@@ -256,19 +257,20 @@ class BackwardEmitter:
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
-            if self._gather_overlaps(op):
+            alone = op.has_weight and bool(op.backward_input) and op.regather is None
+            if alone and self.chunk.problem.tp_overlap == "gemm":
                 w.wait(COMPUTE, w.mark_begin(issued))
                 overlapping = event
             else:
                 w.wait(COMPUTE, event)
             incoming = [full] if gathered else incoming
-        here = self.recomputer.run is not None  # no later pass works on pieces
+        here = self.recomputer.run is not None  # Later passes cannot work on pieces.
         if self.apart and not here and op.is_matrix and op.backward_weight:
             self.deferred.append(Deferred(unit, op, [*incoming, *saved], saved))
             if op.backward_input:
                 reads = [*incoming, *saved]
                 reduced = self._input_gradient(unit, op, reads, [], overlapping)
-                if reduced:  # no kernel of the weight is here to overlap the reduction
+                if reduced:  # No weight-gradient kernel in this pass could overlap the reduction.
                     w.wait(COMPUTE, reduced)
             self.rebuild.settle()
             return
@@ -278,8 +280,8 @@ class BackwardEmitter:
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
-        """The backward of an operator that only moves rows: the gradients return by a collective,
-        if the input has any."""
+        """Emit the backward of an operator that only moves rows: a collective returns the
+        gradients, if the input has any."""
         if op.grad_gather is None:
             return
         reads = [*incoming, *self._accumulated(unit, op)]
@@ -290,16 +292,12 @@ class BackwardEmitter:
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
-    def _gather_overlaps(self, op: Op) -> bool:
-        gemm = self.chunk.problem.tp_overlap == "gemm"
-        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
-
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
 
     def _regather(self, unit: Unit, op: Op, saved: Storages) -> tuple[Event | None, Storages]:
-        """Gather the saved input for the backward.  Return the gathered storages, and the gather's
-        end event if kernels need not wait for it yet (otherwise None)."""
+        """Gather the saved input for the backward.  Return the gather's end event if kernels need
+        not wait for it yet (otherwise None), and the gathered storages."""
         if op.regather is None:
             return None, []
         full = self._between(unit, op, Role.GATHERED)
@@ -307,7 +305,7 @@ class BackwardEmitter:
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self.rows)
         ring = op.regather.kind == "ring"
-        if ring:  # the kernel reads each part of the ring as it arrives
+        if ring:  # The kernel reads each part of the ring as it arrives.
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
         self.rebuild.window(unit, op.name, "backward")
         overlaps = (self.overlap and op.has_weight) or ring
@@ -331,8 +329,8 @@ class BackwardEmitter:
     def _input_gradient(
         self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
     ) -> Event | None:
-        """Emit the input-gradient kernels and their reduction.  Return the event of a reduction
-        that may overlap the weight gradient, otherwise None."""
+        """Emit the input-gradient kernels and their reduction.  Return the end event of a reduction
+        that may overlap the weight gradient; otherwise None."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)
@@ -354,8 +352,8 @@ class BackwardEmitter:
         return None
 
     def _adds_in_place(self, op: Op, storage: Storage) -> bool:
-        """Whether an operator adds to the gradient that an activation has, and no later pass reads
-        it.  Pieces add to whole gradients."""
+        """Whether an operator may add to an existing gradient in place, because no later pass reads
+        the gradient as it is now.  Pieces always add to whole gradients."""
         total = self.grads[storage]
         if total is storage.gradient:
             return True
@@ -366,16 +364,17 @@ class BackwardEmitter:
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
-        """Existing gradients that this operator adds to in place (residual branches, slices)."""
+        """The existing gradients to which this operator adds in place (residuals, whole
+        tensors)."""
         storages, grads = self.recomputer.storages(unit), self.grads
         names = (unit.table.of_gradient(name) for name in op.inputs)
         return [grads[storages[n]] for n in names if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
-        """The gradients that this operator is the first to write.  With a reduce-scatter the
-        collective makes all of them except the query's gradient, because the query was never
-        gathered.  Where a later pass computes weight gradients, the residual's gradient of an
-        operator's output stays as it is, and the sum with another gradient is new."""
+        """The gradients that this operator is the first to write.  A reduce-scatter produces all of
+        them except the query's, because the query was never gathered.  If a later pass computes
+        weight gradients, it may read a residual's gradient, which therefore stays unchanged; the
+        sum with another gradient is then a new tensor."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
         for name in map(unit.table.of_gradient, op.inputs):
@@ -399,8 +398,8 @@ class BackwardEmitter:
 
 
 class WeightEmitter:
-    """Builds the half of a chunk's backward that computes the gradients of weights, from what the
-    other half left.  Gathered inputs are gathered here."""
+    """Builds the half of a chunk's backward that computes the gradients of weights, from the
+    tensors that the other half left.  Inputs that need a gather are gathered again."""
 
     def __init__(self, first: BackwardEmitter, reducer: GradReducer | None) -> None:
         self.first, self.reducer, self.w = first, reducer, BlockWriter()

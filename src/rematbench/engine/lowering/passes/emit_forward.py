@@ -47,14 +47,14 @@ class ForwardEmitter:
         self.in_flight: list[tuple[Event, tuple[Storage, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
-        self.trails = False  # whether the trailing unit's copy, the last in flight, has started
+        self.trails = False  # whether the last copy in flight is the trailing unit's
 
     def block(self) -> Block:
         """Return block F, which computes the chunk's output from its input and keeps the storages
         that the backward reads."""
         chunk, w = self.chunk, self.w
         early = self.gatherer is not None and self._gathers_early(self.gatherer)
-        if self.gatherer and early:  # the stage's compute idles until its message arrives
+        if self.gatherer and early:  # The stage's compute idles until its message arrives.
             self.gatherer.before(w, chunk.units, 0)
         if not chunk.first:
             w.wait(COMPUTE, RECEIVED[chunk.ends.word("f", receives=True)])
@@ -80,17 +80,17 @@ class ForwardEmitter:
         return w.finish("F", self.survivors, arrivals)
 
     def _gathers_early(self, gatherer: ParameterGatherer) -> bool:
-        """Whether the gathers of a step are issued before the chunk's message arrives, as the host
-        does not wait for it."""
+        """Whether a step's gathers are issued before the chunk's message arrives, because the host
+        does not wait for the message."""
         problem = self.chunk.problem
         held = problem.system.holds_host(problem.layout.vpp)
         return not (gatherer.layerwise or self.chunk.first or held)
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
         """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
-        buffer's last tenant are done (the unit's input is outside the buffer).  If the chunk's
-        backward is the next pass, its last layers keep their saved tensors in the buffers, because
-        no other layer needs the buffers by then."""
+        buffer's previous tenant are done (the unit's input is outside the buffer).  If the chunk's
+        backward is the next pass, the last layers keep their saved tensors in the buffers, because
+        no other layer needs these any more."""
         slots = self.transfers.reload_slots
         if self.transfers.granularity != "layer" or slots == 0:
             return

@@ -1,4 +1,4 @@
-"""Writes one operator's forward or recomputation, and the copies of lists of storages."""
+"""Writes an operator's forward or recomputation, and copies of storages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,22 +16,24 @@ from rematbench.plan import PlanError
 Storages = Sequence[tuple[Storage, int]]
 
 OPERANDS, GRADIENTS = 3, 2
-"""The largest elements that TransformerEngine keeps for each pass of a product: of input, weight
-and output; of the gradients of output and input (pytorch/quantization.py)."""
+"""How many largest elements TransformerEngine tracks for each matrix product: in a forward those of
+input, weight and output; in a backward those of the gradients of output and input
+(pytorch/quantization.py)."""
 NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "
     "overlap_moe_expert_parallel_comm"
 )
-"""Megatron-core's words (transformer_config.py) for a plan that sends experts' tokens again.  The
-words on modules are from releases after 0.16.1; 0.16.1 itself skips the module's recomputation
-without a word."""
+"""Megatron-core's message (transformer_config.py) for recomputation that sends experts' tokens
+again.  Releases after 0.16.1 refuse the module with it; 0.16.1 silently skips the module's
+recomputation."""
 
 
 class Names(NamedTuple):
     """The storages of an operator's activations.  `reads`: the inputs; `writes`: outputs to
     allocate; `slices`: existing storages of which the operator writes a slice.  `rows`, `piece`:
-    of the storages of its collectives.  `columns`: the share of output columns computed, less than
-    1 if some of several separate linears need not run.  `made`: the allocations of `writes`."""
+    the marks of the storages that its collectives use.  `columns`: the share of output columns that
+    is computed, below 1 if not all of several separate linears run.  `made`: the allocations of
+    `writes`."""
 
     reads: dict[str, Storage]
     writes: dict[str, Storage]
@@ -42,7 +44,7 @@ class Names(NamedTuple):
     made: Sequence[Alloc] = ()
 
     def between(self, unit: Unit, op: Op, role: Role) -> Storage:
-        """Return the storage between an operator's kernels and its gather or reduction."""
+        """Return the storage that an operator's kernels exchange with its gather or reduction."""
         return storage_of(unit.prefix, op.name, role, self.rows, self.piece)
 
 
@@ -94,7 +96,7 @@ def emit_op(
     index, reduced = _kernels(w, unit, op, kind, names, rows, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
-    if op.reduce is not None and reduced != ([], []):  # else the output was kept
+    if op.reduce is not None and reduced != ([], []):  # An output that was kept needs no reduction.
         after = w.mark_begin(index) if overlaps and op.has_weight else None
         done = w.collective(op.reduce, unit.prefix, op.name, *reduced, rows, after=after)
         w.wait(COMPUTE, done)
@@ -103,7 +105,7 @@ def emit_op(
 def _exchange(
     w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, names: Names, rows: Rows
 ) -> None:
-    """Emit an all-to-all without kernels, only of the tensors that `names` writes."""
+    """Emit an all-to-all without kernels, for the tensors that `names` writes."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -117,7 +119,7 @@ def _exchange(
             continue
         reads.append(names.reads[source])
         moved += max(tensors[source].nbytes, tensors[out].nbytes)
-    if not reads:  # all outputs are kept: nothing to recompute
+    if not reads:  # All outputs were kept, so there is nothing to recompute.
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
@@ -137,7 +139,7 @@ def _kernels(
     sources: list[Storage],
     stream: str,
 ) -> tuple[int, tuple[list[Storage], list[Alloc]]]:
-    """Emit the compute action; returns its index and the (reads, allocs) of its reduction."""
+    """Emit the compute action; return its index and the (reads, allocs) of its reduction."""
     fraction, allocs = rows.fraction, [*names.made]
     slices = [names.slices[name] for name in op.outputs if name in names.slices]
     unreduced = op.reduce is not None and op.unreduced_bytes > 0
@@ -156,16 +158,16 @@ def _kernels(
 
 
 def emit_amax(w: BlockWriter, unit: Unit, op: str, comm: Comm | None, reads: list[Storage]) -> None:
-    """Reduce the largest element of a tensor that is quantised next, if ranks have parts of it."""
+    """Reduce the largest element of a tensor before it is quantised, if ranks hold parts of it."""
     if comm is not None:
         w.wait(COMPUTE, w.collective(comm, unit.prefix, op, reads, []))
 
 
 def emit_amaxes(w: BlockWriter, chunk: ChunkOps, numbers: int) -> None:
-    """After a pass, reduce `numbers` largest elements of each product over the ranks of the stage
+    """After a pass, reduce `numbers` largest elements of each matrix product over the stage's ranks
     (TransformerEngine 2.x, pytorch/quantization.py: reduce_and_update_fp8_tensors, at the end of
     the outermost autocast, which Megatron-core opens for a chunk in its recipe `delayed`; its group
-    is that of tensor, context and data parallelism)."""
+    spans tensor, context and data parallelism)."""
     recipe, lay = chunk.problem.cost.recipe, chunk.problem.layout
     products = sum(unit.table.products for unit in chunk.units)
     if recipe and recipe.reduces == "history" and products and lay.gpus > lay.pp:

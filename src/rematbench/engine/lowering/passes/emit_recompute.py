@@ -20,20 +20,20 @@ from rematbench.plan import Group, PlanError
 
 
 class Recomputer:
-    """Tracks the saved tensors that are on the device, and recomputes the missing tensors.
+    """Tracks which saved tensors are on the device, and recomputes missing ones.
 
-    `piece` is the mini-sequence piece in progress, if any.  Interior tensors then have the names of
-    this piece.
+    `run` and `piece`: the mini-sequence and its piece in progress, if any.  Interior tensors then
+    have the names of this piece.
     """
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.on_device: set[Storage] = set()
-        self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
+        self.shares: dict[str, float] = {}  # the share of rows that each operator recomputes
         self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        self.passing = frozenset[str]()  # tensors that pieces will compute again, and do not keep
+        self.passing = frozenset[str]()  # tensors that are not kept, because pieces recompute them
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
         self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {
@@ -47,7 +47,7 @@ class Recomputer:
 
     @property
     def tensor_sets(self) -> tuple[set[Storage], set[Storage]]:
-        """The sets of existing tensors, and of tensors whose rebuilt rows exist."""
+        """(tensors that are on the device, tensors whose rebuilt rows exist)."""
         return self.on_device, self.rebuilt
 
     @property
@@ -55,7 +55,7 @@ class Recomputer:
         return self.piece.number if self.piece else None
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
-        """Return the storages of a unit's activations; inside a run, of the piece in progress."""
+        """Return the storages of a unit's activations; inside a run, those of the current piece."""
         run, piece, whole = self.run, self.piece, self._whole[unit.prefix]
         if run is None or piece is None:
             return whole
@@ -69,7 +69,7 @@ class Recomputer:
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
         """Rebuild tensors while a piece may be in progress.  Tensors inside the run are rebuilt for
-        this piece only, all further tensors for all rows."""
+        this piece only, all other tensors with all their rows."""
         at_work = self.run, self.piece
         pieces = missing & self.run.interior if self.run else set()
         if pieces:
@@ -88,8 +88,8 @@ class Recomputer:
         self.recompute(unit, ops, missing)
 
     def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
-        """Rebuild, as whole tensors, the tensors that a piece reads from before its run: only
-        operators of the run work on pieces."""
+        """Rebuild whole tensors that a piece reads from operators before its run, because only the
+        run's operators can work on pieces."""
         names = [name for op in run.ops for name in op.inputs if name not in run.interior]
         while names:
             name = names.pop()
@@ -105,7 +105,8 @@ class Recomputer:
         storage = self.storages(unit)[name]
         if storage in self.on_device or storage in self.rebuilt:
             return True
-        if self.piece is None and (run := self.chunk.run_of(unit, name)):  # only pieces can exist
+        # A tensor inside a run never exists as a whole, so all of its pieces must exist.
+        if self.piece is None and (run := self.chunk.run_of(unit, name)):
             pieces = [storage.of_piece(piece.number) for piece in run.pieces]
             if self.on_device.issuperset(pieces):
                 return True
@@ -130,8 +131,8 @@ class Recomputer:
 
     def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
         """The share of rows that each operator recomputes: the missing rows of its saved outputs.
-        An output that is not saved needs the rows that its readers among `ops` need, or all rows if
-        the output itself is wanted."""
+        Of an output that is not saved, it is the rows that its readers among `ops` need, or all
+        rows if the output itself is `missing`."""
         shares: dict[str, float] = {}
         for op in reversed(ops):
             fates = [self.fate(unit, name) for name in op.outputs]
@@ -152,7 +153,7 @@ class Recomputer:
                 storage = self._run_output(unit, name, passes=passes)
                 emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
-        if ops[0].exchanges:  # no kernel comes before it that its collective would wait for
+        if ops[0].exchanges:  # No kernel precedes its collective, which waits for this event.
             self.w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=self.w.new_event()))
         self.passing = run.again - missing
 
@@ -168,14 +169,14 @@ class Recomputer:
 
     def _run_output(self, unit: Unit, name: str, *, passes: bool) -> Storage:
         """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
-        dropped, and does not pass.  PlanError for a mixed fate."""
+        dropped, unless it `passes` (each piece rebuilds it again).  PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
         if passes or fate is None or not fate.recompute_bytes or storage in self.on_device:
             return storage.with_rows(COPY)
         if fate.mixed:
             raise PlanError(
-                f"{storage} is computed in a mini-sequence: recompute all of it or none"
+                f"{storage} is computed in a mini-sequence: recompute all of it or nothing"
             )
         self.on_device.add(storage)
         return storage
@@ -185,14 +186,14 @@ class Recomputer:
     ) -> None:
         fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
-            raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
+            raise PlanError(f"{op.name} needs all rows: recompute all of them or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # While a piece is rebuilt, `made` lacks the run's whole outputs: no reader needs them.
+        # If only a piece is rebuilt, `made` has no whole outputs of the run, and none is written.
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
         writes = self._outputs(unit, op, missing)
-        # A partial rebuild covers the last rows.
+        # The rebuilt rows of a split tensor are its last rows.
         rows = self.piece.rows if self.piece else Rows(fraction, 1.0 - fraction)
         columns = self._columns(unit, op, writes)
         names = Names(reads, writes, slices, COPY, self.number, columns)
@@ -200,15 +201,15 @@ class Recomputer:
         made |= writes
 
     def _columns(self, unit: Unit, op: Op, writes: dict[str, Storage]) -> float:
-        """The share of a linear's output columns to recompute: all if a single GEMM makes all
-        outputs, otherwise the columns of the outputs that are written."""
+        """The share of a linear's output columns to recompute: all if a single GEMM computes all
+        outputs; otherwise the columns of the written outputs."""
         if self.chunk.problem.system.kernels.fused_linears or not op.is_matrix or not writes:
             return 1.0
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, Storage], fraction: float) -> Storage:
-        """The storage that an operator reads: the rows in `made` if they suffice, otherwise the
+        """The storage that an operator reads: that in `made` if it has enough rows, otherwise the
         whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name)
@@ -220,7 +221,7 @@ class Recomputer:
         return storage
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
-        """The storages that recomputation writes: missing tensors and inputs of later operators."""
+        """The storages that recomputation writes: missing tensors and what later operators read."""
         writes: dict[str, Storage] = {}
         storages = self.storages(unit)
         for name in op.outputs:
@@ -241,8 +242,8 @@ class Recomputer:
         return writes
 
     def ensure(self, unit: Unit, name: str) -> Storage:
-        """Return the storage of a whole saved tensor on the device, after rebuilding or joining it
-        if necessary.  Raise PlanError if the tensor is not saved or has no producer."""
+        """Return the storage of a whole saved tensor on the device; rebuild or join the tensor
+        first if necessary.  Raise PlanError if the tensor is not saved or has no producer."""
         storage = self.storages(unit)[name]
         if storage in self.on_device:
             return storage
@@ -267,12 +268,12 @@ class Recomputer:
 
 
 def _orphan(storage: Storage) -> str:
-    return f"{storage}: recomputation needs it, but it is dropped and has no producer"
+    return f"{storage}: recomputation needs it, but it is dropped and no operator computes it"
 
 
 class Rebuilder:
-    """Rebuilds tensors before their readers, at the points that the plan names.  `Recomputer` emits
-    the operators."""
+    """Decides when tensors are rebuilt: at the points before their readers that the plan names.
+    `Recomputer` emits the operators."""
 
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
@@ -325,8 +326,8 @@ class Rebuilder:
         self._note_stalls(issued)
 
     def _note_stalls(self, issued: int) -> None:
-        """Note a stall for each kernel recomputed during a collective.  The two share SMs and HBM,
-        so the longer of them takes more time, and the lost time comes after both."""
+        """Record a stall for each kernel that is recomputed during a collective.  The two share SMs
+        and HBM, so the longer one takes more time; the stall adds this time after both."""
         actions = self.recomputer.w.actions
         before = reversed(actions[:issued])
         comm = next((a.exchange.comm for a in before if a.stream != COMPUTE), None)
@@ -345,7 +346,7 @@ class Rebuilder:
         ]
 
     def settle(self) -> None:
-        """Emit the noted stalls, because their collectives are done."""
+        """Emit the recorded stalls, whose collectives are done."""
         for stall in self.stalls:
             self.recomputer.w.add(stall)
         self.stalls = []
@@ -368,7 +369,7 @@ class Rebuilder:
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
             and storage not in self.recomputer.on_device
-            # A tensor in pieces was rebuilt once with its group; then each piece rebuilds its part.
+            # A tensor in pieces is rebuilt once with its group, and later by each piece for itself.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}

@@ -15,9 +15,9 @@ from rematbench.plan import Transfers
 
 
 class Reloader:
-    """The reloads of a chunk.  With chunk granularity all copies precede the block.  With layer
-    granularity each layer is reloaded before its backward, into rounding buffers if the plan has
-    them.  The first layer is reloaded during the rank's previous pass, into separate memory."""
+    """The reloads of a chunk.  With chunk granularity, all copies precede the block.  With layer
+    granularity, each layer is reloaded before its backward, into rounding buffers if the plan has
+    them; the first layer is reloaded during the rank's previous pass, into separate memory."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.transfers, self.w = chunk, transfers, w
@@ -25,7 +25,7 @@ class Reloader:
         self.layerwise = transfers.granularity == "layer"
         self.fetched: dict[ModelPart | None, Event] = {}  # unit -> event of its reloads
         self.waited: set[ModelPart] = set()
-        self.tenants: dict[Slot | None, ModelPart] = {}  # units whose backward needs a buffer
+        self.tenants: dict[Slot | None, ModelPart] = {}  # the unit that still needs each buffer
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
@@ -94,7 +94,7 @@ class Reloader:
             self.w.slots = {}
 
     def _slot(self, unit: Unit) -> Slot | None:
-        """The unit's rounding buffer; None (new memory) while a group's rebuild needs it."""
+        """The unit's rounding buffer; None (new memory) while another unit still uses it."""
         slots = self.transfers.reload_slots
         slot = Slot(by_layer=True, number=self.positions[unit.prefix] % slots) if slots else None
         if slot in self.tenants:

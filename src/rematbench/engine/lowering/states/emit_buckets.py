@@ -1,9 +1,9 @@
 """Writes gradient reductions through buckets that are allocated whole, as DeepSpeed's ZeRO does.
 
 Source: deepspeed 0.19.8, contiguous_gradients: stage_1_and_2.py, setup_buckets (two buckets with
-overlap_comm, at the first gradient), reduce_independent_p_g_buckets_and_remove_grads (a gradient
-that no longer fits makes the bucket be reduced first), allreduce_bucket (the copy that is reduced)
-and _release_ipg_buffers; stage3.py, one bucket from the start, and comm/coalesced_collectives.py,
+overlap_comm, at the first gradient), reduce_independent_p_g_buckets_and_remove_grads (if a gradient
+no longer fits, the bucket is reduced first), allreduce_bucket (the copy that is reduced) and
+_release_ipg_buffers; stage3.py, one bucket from the start, and comm/coalesced_collectives.py,
 reduce_scatter_coalesced (the copy).
 Deviation: the gradients of a unit enter the bucket together, after the unit's backward.
 """
@@ -22,12 +22,12 @@ from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 BUCKET = "bucket"
 PART, COPY = storage_of(NO_PART, "gradient_part"), storage_of(NO_PART, "bucket_copy")
-"""The name of a bucket, the rank's part of the gradients that reductions fill, and the copy of a
-bucket that is reduced."""
+"""Storages of the rank's part of the gradients, which reductions fill, and of the copy of a bucket
+that is reduced."""
 
 
 def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buckets | None:
-    """The buckets of a rank's reductions; None for a plan whose reductions use no whole buckets."""
+    """The buckets of a rank's reductions; None if buckets are not allocated whole."""
     optimizer = plan.state("optimizer")
     if optimizer.shards == 1 or optimizer.update == "backward":
         return None
@@ -37,7 +37,7 @@ def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buck
 
 
 class BucketReducer(GradReducer):
-    """Reduces gradients on the dp stream whenever the next unit's do not fit into the bucket."""
+    """Reduces gradients on the dp stream whenever the next unit's do not fit a bucket."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BucketReducer(GradReducer):
             self.held += (Alloc(PART, buckets.part),)
 
     def _bytes(self, unit: Unit) -> int:
-        """Bytes of the gradients of a unit that are alive at once: of its largest tensor."""
+        """The bytes of a unit's gradients that are alive at once: those of its largest tensor."""
         weighted = trained_operators(self.problem, unit.table)
         sizes = (max(operator_tensors(self.problem, unit.table, op)) for op in weighted)
         return self.width * max(sizes, default=0)
@@ -86,7 +86,7 @@ class BucketReducer(GradReducer):
         return sum(map(self._size, self.bucket))
 
     def _open(self, w: BlockWriter) -> None:
-        """Allocate buckets and part at the first gradient."""
+        """Allocate the buckets and the rank's part at the first gradient."""
         if self.held and not self.opened:
             w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
         self.opened = True

@@ -1,9 +1,9 @@
 """Writes the parameter gathers of ZeRO 3 operator by operator, as DeepSpeed fetches modules.
 
 Source: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py, fetch_sub_module: before a
-module runs, its parameters are gathered, unless they are whole already.  Then the next parameters
-in the order of use are fetched ahead: whole parameters, until stage3_prefetch_bucket_size elements
-are requested or stage3_max_live_parameters are whole.
+module runs, its parameters are gathered unless they are gathered already.  Then the next parameters
+in the order of use are fetched, until stage3_prefetch_bucket_size elements are requested or
+stage3_max_live_parameters are gathered.
 Norms are whole on every rank: they have at most stage3_param_persistence_threshold, 1e5 elements.
 Deviations: an operator's matrices (q, k and v; gate and up) are gathered at once; a layer's
 matrices are released together after its pass; what the end of a forward leaves to its backward is
@@ -26,12 +26,13 @@ from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
 
 FETCHED = event_of("fetched")
-"""The event at which the matrices that a forward leaves whole are gathered."""
+"""The event at which the matrices that a forward leaves gathered have arrived."""
 
 
 class Matrices(NamedTuple):
-    """The sharded parameters that an operator reads, which are gathered at once.  `part`, `op`: the
-    reader; `buffer`: the storage of the gathered parameters (of a tied head, the embedding's)."""
+    """The sharded parameters of an operator, which are gathered at once.  `part`, `op`: the
+    operator that reads them; `buffer`: the storage of the gathered parameters (for a tied head,
+    that of the embedding)."""
 
     part: ModelPart
     op: str
@@ -44,8 +45,8 @@ def forward_order(chunk: ChunkOps) -> list[Matrices]:
 
 
 def backward_order(chunk: ChunkOps, fates: Mapping[Site, Resolved]) -> list[Matrices]:
-    """The matrices of a chunk in the order in which its backward uses them first; a layer that is
-    recomputed whole begins with its forward."""
+    """The matrices of a chunk in the order in which its backward first uses them; the backward of a
+    layer that is recomputed whole begins with a forward."""
     found: list[Matrices] = []
     for unit in reversed(chunk.units):
         again = any(fates[site].whole for _, _, site in chunk.saved(unit))
@@ -55,9 +56,9 @@ def backward_order(chunk: ChunkOps, fates: Mapping[Site, Resolved]) -> list[Matr
 
 
 def kept_matrices(chunk: ChunkOps, order: Sequence[Matrices], system: System) -> list[Matrices]:
-    """The matrices at the beginning of a backward's order that are whole at the end of the forward:
-    fetched ahead, or used by the forward and not released.  None if another pass comes between, or
-    if nothing is fetched ahead."""
+    """The first matrices of a backward that are already gathered at the end of the forward: fetched
+    ahead, or used by the forward and not released.  Empty if another pass comes between, or if
+    nothing is fetched ahead."""
     found: dict[Storage, Matrices] = {}
     for one in order if chunk.backward_next and system.zero.gather_overlap else ():
         if sum(each.parameters for each in found.values()) >= system.zero.live_elements:
@@ -86,7 +87,7 @@ def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
 class MatrixGatherer(ParameterGatherer):
     """Gathers matrices on the dp stream before the kernels that read them, a bounded number of
     elements ahead.  `order`: the matrices in the order of the pass.  `kept`: the matrices that a
-    forward leaves whole to its backward, or that the backward finds whole."""
+    forward leaves gathered for its backward."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class MatrixGatherer(ParameterGatherer):
         w.weights = self.read
 
     def read(self, w: BlockWriter, part: ModelPart, op: Op) -> tuple[Storage, ...]:
-        """Gather the matrices that a kernel reads, wait for them, and fetch the next ones; returns
+        """Gather the matrices that a kernel reads, wait for them, and fetch the next ones; return
         the storages that the kernel reads."""
         place = self.at.get((part, op.name))
         if place is None:
@@ -140,7 +141,7 @@ class MatrixGatherer(ParameterGatherer):
             )
 
     def _ahead(self, w: BlockWriter, place: int) -> None:
-        """Fetch matrices that are used after `place` and are not whole."""
+        """Fetch matrices that are used after `place` and are not gathered."""
         asked, live = 0, sum(one.parameters for one in self.whole.values())
         zero = self.system.zero
         limit = min(zero.prefetch_elements, zero.live_elements - live) * self.beside

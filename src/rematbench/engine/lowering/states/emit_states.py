@@ -33,8 +33,8 @@ from rematbench.plan import StateFate
 
 
 class Reduced(NamedTuple):
-    """A unit whose gradients are summed, and the events after which nothing works on these or on
-    those of units before it."""
+    """A unit whose gradients are reduced, and the events after which no stream uses them, nor the
+    gradients of units that were reduced before."""
 
     unit: ModelPart
     events: tuple[Event, ...]
@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
-    parameters, the peers that hold its shards, and the parameters that products read quantised."""
+    parameters, the group that holds its shards, and how many parameters products read quantised."""
 
     storage: Storage
     parameters: int
@@ -56,15 +56,15 @@ def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
 
 
 def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
-    """The number of a unit's trained parameters of which one rank holds a state."""
-    experts = unit.trained_experts
+    """The number of a unit's trained parameters whose state one rank holds."""
+    experts = unit.table.trained_experts
     return sharded(unit.trained - experts, experts, fate, layout)
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
-    """Return the parts of a unit's parameters that are gathered: those of experts from expert
-    data-parallel peers, if there are any, and all others."""
-    experts = unit.expert_parameters
+    """Return the parts of a unit's parameters that are gathered: parameters of experts from expert
+    data-parallel peers, if there are any, and all other parameters."""
+    experts = unit.table.expert_parameters
     here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
     if unit.parameters > experts and not (fate.gather == "layer" and here):
@@ -87,11 +87,11 @@ class ParameterGatherer:
     gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
     once.  A shard in host memory is copied into its part of the full parameters before its gather;
     without peers the shard is everything, and there is no gather.  Weights of experts are gathered
-    from peers of their own, into a buffer of their own.  `release`: whether a unit's gathered copy
-    is freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
-    embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
-    gathers the weight again.  `in_turn`: gathers are issued before their use and not ahead, into
-    memory of another stream, so that two copies are alive on the GPU and one in issue order (FSDP's
+    over another group, into a separate buffer.  `release`: whether a unit's gathered copy is freed
+    after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the embedding
+    whose weight the head of the same rank uses; if its gathered copy is freed, the head gathers the
+    weight again.  `in_turn`: each gather is issued just before its use, into memory of another
+    stream, so that two copies are alive on the GPU and one in issue order (FSDP's
     limit_all_gathers).
     """
 
@@ -114,10 +114,10 @@ class ParameterGatherer:
         self.beside = system.zero.gather_overlap
         self.width = width
         self.survivors: set[Storage] = set()
-        self.pending: dict[object, Event] = {}  # the end of each gather, by what is gathered
+        self.pending: dict[object, Event] = {}  # end events of gathers, by unit or buffer
         self.released: Event | None = None
         self.in_turn = False
-        self.released_before: Event | None = None  # before `released`
+        self.released_before: Event | None = None  # the previous value of `released`
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
@@ -127,7 +127,7 @@ class ParameterGatherer:
         return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
-        """The units whose weights a unit's kernels read."""
+        """The units whose weights a unit's kernels read (for a tied head, also the embedding)."""
         shared = self.tied if unit.table.part == "head" else None
         return [unit, shared] if shared else [unit]
 
@@ -136,9 +136,9 @@ class ParameterGatherer:
         return tuple(chain.from_iterable(map(self.own, self._read(unit))))
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Return the storages of parameters that the forward gathered and kept.  These are all
-        units under ZeRO-2 in the form of FSDP's shard-grad-op, or embedding and head if the plan
-        keeps them (`keeps_ends`)."""
+        """Return the storages of parameters that the forward gathered and kept: those of all units
+        under FSDP's shard-grad-op (ZeRO-2), or of embedding and head if the plan keeps them
+        (`keeps_ends`)."""
         fate = self.fate
         kept = [
             unit
@@ -184,7 +184,7 @@ class ParameterGatherer:
         buffer, parameters, group, quantised = whole
         narrow = self.system.states.gather_bytes
         payload = narrow * parameters
-        if self.layerwise:  # kernels read the buffers; quantised parameters keep their sent width
+        if self.layerwise:  # Quantised parameters stay as narrow as they were sent.
             payload = self.width * (parameters - quantised)
             payload += min(self.width, narrow) * quantised
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
@@ -192,7 +192,7 @@ class ParameterGatherer:
         if self.layerwise and not self.beside:
             w.wait("dp", w.mark(COMPUTE))
         elif self.layerwise and (free := self.released_before if self.in_turn else self.released):
-            w.wait("dp", free)  # the buffer of a released unit is reused
+            w.wait("dp", free)  # The gather reuses the buffer of a released unit.
         if self.layerwise and self.fate.home == "host":
             copied = self._shard_up(w, part, parameters, allocs)
             if not self.peers:
@@ -232,8 +232,8 @@ class ParameterGatherer:
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
     """Return the all-reduce of norm gradients under sequence parallelism, where each rank only has
-    the gradients of its own tokens (Megatron's allreduce of layer-norm gradients).  A rank holds 1
-    / `shards` of `norms` parameters."""
+    the gradients of its own tokens (Megatron's all-reduce of layer-norm gradients).  A rank holds
+    1 / `shards` of the `norms` parameters."""
     return Comm("all_reduce", "tp", system.states.grad_bytes * -(-norms // shards))
 
 
@@ -241,8 +241,8 @@ def gradient_reductions(
     layout: Layout, optimizer_shards: int, gradient_shards: int, nbytes: int, experts: int = 0
 ) -> tuple[Comm, ...]:
     """Return the collectives that sum `nbytes` of gradients over the data-parallel peers: an
-    all-reduce; with a sharded optimizer a reduce-scatter, and an all-reduce of the shards between
-    their replicas, if there are any.  `experts` of these bytes are summed over expert data
+    all-reduce or, with a sharded optimizer, a reduce-scatter and an all-reduce of the shards over
+    their replicas (if there are any).  `experts` of these bytes are summed over expert data
     parallelism instead.  A collective of one rank takes no time."""
     if experts:
         found = gradient_reductions(layout, optimizer_shards, gradient_shards, nbytes - experts)
@@ -275,19 +275,18 @@ def allocate_gradients(w: BlockWriter, unit: Unit, storage: Alloc) -> None:
 
 
 class GradReducer:
-    """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
-    optimizer-in-backward, also updates the unit's parameters.
+    """Reduces each unit's gradients on the dp stream when the unit's backward is done.  If the
+    optimizer runs in the backward, also updates the unit's parameters.
 
     Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are
     reduced; in a stack without reduce_overlap compute waits for each reduction.  Resident
     gradients are reduced in place, in buckets of `bucket_bytes`.  With gradients in host
     memory, the part that this rank updates is copied to the host as soon as it is reduced,
-    during the rest of the backward, in every micro-batch.  The host sums these parts.
-    DeepSpeed instead moves its sum to the device and back, which costs more.
-    `leaving`: the parameters of each unit whose gradients leave, if the host updates only some
-    pieces of the states; the gradients of the other pieces stay on the device.
-    `layout.has_peers`: there are data-parallel peers.  `tied`: the embedding's unit if
-    the head of the same rank uses its weight; the head adds to that gradient first.
+    during the rest of the backward, in every micro-batch, and the host sums these parts
+    (deviation: DeepSpeed moves its sum to the device and back, which costs more).
+    `leaving`: for each unit, the number of parameters whose gradients go to the host, if the host
+    updates only some pieces of the states.  `tied`: the embedding's unit if the head of the same
+    rank uses its weight; the head is the first to add to that gradient.
     """
 
     def __init__(
@@ -316,7 +315,7 @@ class GradReducer:
         self.reduced: list[Reduced] = []
         self.down: Event | None = None  # the end of the latest copy to the host
         self.in_flight: list[tuple[Event, Storage]] = []
-        self.survivors: set[Storage] = set()  # storages that the block leaves
+        self.survivors: set[Storage] = set()  # storages that outlive the block
 
     def buffer(self, unit: Unit) -> Storage:
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
@@ -367,7 +366,7 @@ class GradReducer:
         if self.shared:
             reads = [self.buffer(unit)]
             width = self.system.states.reduce_bytes
-            for comm in self.reductions(width * unit.trained, width * unit.trained_experts):
+            for comm in self.reductions(width * unit.trained, width * unit.table.trained_experts):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
             w.wait(COMPUTE, self._sum_norms(w, unit))
@@ -407,7 +406,7 @@ class GradReducer:
         self.bucket = []
 
     def _leaving(self, unit: Unit) -> int:
-        """The parameters of this rank's part of a unit whose gradients go to the host."""
+        """The number of parameters of this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
             return self.leaving[unit.prefix]
         return updated(unit, self.optimizer, self.layout)
@@ -418,7 +417,7 @@ class GradReducer:
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)
-        experts = sum(unit.trained_experts for unit in self.bucket)
+        experts = sum(unit.table.trained_experts for unit in self.bucket)
         comms = self.reductions(size, self.system.states.reduce_bytes * experts)
         for comm in comms:
             event = w.issue(comm, self.bucket[-1].prefix, "gradients", storages, allocs)

@@ -1,11 +1,11 @@
-"""Writes states that a pipeline holds until a rank's last pass: one gather and one reduction.
+"""Writes states that a pipeline holds until a rank's last pass, with one gather and one reduction.
 
 Source: FSDP2 in a pipeline (torch 2.13).  distributed/pipelining/stage.py: every backward runs with
 set_reshard_after_backward(False) and set_requires_gradient_sync(False); perform_reduce_grad then
 reshards and reduces one group after the other.  distributed/fsdp/_fully_shard/_fsdp_param.py,
 to_accumulated_grad_if_needed: gradients of another dtype than the reduction's are added to a sum.
-Deviations: torch reduces a chunk after the chunk's last backward, here all chunks of a rank are
-reduced after the rank's last pass.  The seconds of adding to a sum are left out.
+Deviations: torch reduces a chunk after the chunk's last backward; here all chunks of a rank are
+reduced after the rank's last pass.  The seconds of additions to a sum are left out.
 """
 
 from typing import NamedTuple
@@ -41,14 +41,14 @@ def sums_gradients(plan: Plan) -> bool:
 
 
 def lends_gradients(plan: Plan) -> bool:
-    """Whether no gradients are alive throughout: each unit's live only until its update, or the
-    program allocates and frees them."""
+    """Whether no gradients are resident: those of a unit live only until its update, or the program
+    allocates and frees them."""
     return plan.state("optimizer").update == "backward" or sums_gradients(plan)
 
 
 class HeldParameters(ParameterGatherer):
-    """Names the gathered copies that the chunk's first forward left.  Compute waited for them
-    there."""
+    """Gives kernels the copies that the chunk's first forward gathered and for which compute has
+    waited there."""
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         self.ready(w, units[position])
@@ -60,13 +60,13 @@ class HeldParameters(ParameterGatherer):
         return set()
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
-        """Leave the copies."""
+        """Keep the copies."""
 
 
 class GradientSums(GradReducer):
-    """Adds each unit's gradients to a sum of `reduce_bytes`, which the chunk's `first` backward
-    allocates.  Gradients of another width are in a buffer of the unit first.  A rank has no shard
-    of gradients until the reduction (zero_grad(set_to_none=True))."""
+    """Adds each unit's gradients to a sum of `reduce_bytes` per parameter, which the chunk's
+    `first` backward allocates.  Gradients of another width go through a buffer of the unit.  A rank
+    has no shard of gradients until the reduction (zero_grad(set_to_none=True))."""
 
     def __init__(self, plan: Plan, problem: Problem, *, first: bool) -> None:
         states = plan.state("gradient"), plan.state("optimizer")
@@ -108,7 +108,7 @@ class UnitSums(NamedTuple):
 
 
 def sums_block(units: tuple[UnitSums, ...]) -> Block:
-    """Reduce the sums of a chunk's gradients to shards, unit by unit, and free the sums."""
+    """Reduce the sums of a chunk's gradients to shards, unit by unit, and free each sum."""
     w = BlockWriter()
     for part, comms, shard in units:
         reads, allocs = [_sums_of(part)], [shard]
@@ -120,12 +120,12 @@ def sums_block(units: tuple[UnitSums, ...]) -> Block:
 
 
 def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, ...]:
-    """The units of a chunk that have gradients, from the last one on."""
+    """The units of a chunk that have gradients, from the last to the first."""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
     shards, width = (plan.state("optimizer").shards, gradient.shards), system.states.reduce_bytes
     found = []
     for unit in reversed(chunk.units):
-        count, experts = unit.trained, unit.trained_experts
+        count, experts = unit.trained, unit.table.trained_experts
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
         nbytes = system.states.grad_bytes * updated(unit, gradient, lay)
         shard = storage_of(unit.prefix, role=Role.SHARD).held

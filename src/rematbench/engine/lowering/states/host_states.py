@@ -1,4 +1,4 @@
-"""Host bytes of the states that a plan has in host memory."""
+"""Host bytes of the states that a plan keeps in host memory."""
 
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
@@ -46,8 +46,8 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
 
 
 def _of_tensors(problem: Problem, plan: Plan, rank: int) -> int:
-    """Host bytes where each tensor that the host updates has buffers of its own.  The experts of an
-    operator count together, as one of them times their number (usually a power of two)."""
+    """Host bytes if each tensor that the host updates has separate buffers.  All experts of an
+    operator count as one tensor; their number is usually a power of two, as buffers' sizes are."""
     optimizer, parts = plan.state("optimizer"), list[int]()
     for table, op in _weighted(problem, plan, rank):
         for count in operator_tensors(problem, table, op):
@@ -59,9 +59,9 @@ def _of_tensors(problem: Problem, plan: Plan, rank: int) -> int:
 
 
 def on_device(problem: Problem, plan: Plan, rank: int) -> dict[str, int]:
-    """The bytes of a rank's states of a kind at home on the host that stay on the device: optimizer
-    states of resident pieces, and the gradients of all pieces that the host does not update; and
-    what the stack leaves there of the states that the host updates."""
+    """For each kind of state whose home is the host, the bytes of a rank that stay on the device:
+    optimizer states of resident pieces and `resident_bytes` of the others; gradients of pieces that
+    the host does not update."""
     optimizer, states = plan.state("optimizer"), problem.system.states
     if optimizer.home == "device":
         return {}

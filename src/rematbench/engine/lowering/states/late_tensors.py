@@ -19,11 +19,8 @@ MOMENTS = 2
 
 def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
     """Return the late tensors of a rank; None if the stack allocates states and gradients before
-    training.
-
-    Gradients are late in a pipeline of one rank, unless an update in the backward frees each
-    unit's directly.
-    """
+    training.  Gradients can only be late on a pipeline of one rank, and not if an update in the
+    backward frees them unit by unit."""
     system, layout = problem.system, problem.layout
     here = plan.state("optimizer").home == "device"
     state_bytes = system.states.late_state_bytes if here else 0
@@ -40,7 +37,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, system, held) if whole else None
     tables = [((chunk.chunk, unit.prefix), unit.table) for chunk in chunks for unit in chunk.units]
-    if plan.schedule in VOCABULARY:  # every stage has a share in place of the embedding
+    if plan.schedule in VOCABULARY:  # Every stage has a share in place of the embedding.
         tables = [one for one in tables if one[0][1] != EMBEDDING]
         tables.append(((0, SHARE), problem.shared.share))
     for unit, table in tables:
@@ -51,7 +48,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
             for op in trained_operators(problem, table)
         ]
         scratch = [n * scratch_bytes for n in updated]
-        if flat is not None:  # the first unit has those of the whole rank
+        if flat is not None:  # The first unit gets the flat tensors of the whole rank.
             updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
         units[unit] = LateUnit(
             states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
@@ -63,8 +60,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 
 
 class FlatUpdate(NamedTuple):
-    """The optimizer step of a rank's flat parameters: the parameters of each flat tensor, and the
-    bytes that the step holds above those before it: the flat gradients, and their wide copy."""
+    """The optimizer step of a rank's flat parameters.  `tensors`: the parameters of each flat
+    tensor; `scratch`: the bytes by which the step's flat gradients, and then their wide copy,
+    exceed the memory in use before the step."""
 
     tensors: list[int]
     scratch: list[int]
@@ -74,7 +72,7 @@ NO_UPDATE = FlatUpdate([], [])
 
 
 def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
-    """The step of a stack with flat_step on a rank that holds `held` parameters, before any
+    """The optimizer step of a stack with flat_step on a rank that holds `held` parameters before
     sharding."""
     count = shard(held, plan.state("optimizer").shards)
     part = (system.zero.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count

@@ -1,9 +1,9 @@
 """The update of a rank's optimizer states, piece by piece, on the device and on the host.
 
-A piece that the host updates sends its gradients down and its weights up.  A piece that visits
-sends its states up, is updated on the device, and sends its states down.  The host's update of one
-piece, the copies of visits and the copy of weights that the host updated before run on streams of
-their own, so they overlap if the plan has slots for visits.
+For a piece that the host updates, gradients go down and weights go up.  For a piece that visits the
+device, states go up, are updated there and go down.  The host's updates, the copies of visits and
+the copies of updated weights run on different streams, so they overlap if the plan has slots for
+visits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +42,9 @@ from rematbench.problem import Problem
 
 class PieceWidths(Struct, frozen=True, kw_only=True):
     """Bytes per parameter.  `param`: weights in compute precision; `states`: master weights and
-    moments; `scratch`: what an update on the device holds and frees; `down`: gradients that are
-    still on the device and that the host's update needs; `up`: weights that the host's update sends
-    to the device (0: weights are at home on the host); `back`: weights that an update on the device
-    sends to the host."""
+    moments; `scratch`: temporary bytes of an update on the device; `down`: gradients on the device
+    that the host's update needs; `up`: weights that go to the device after the host's update (0:
+    their home is the host); `back`: weights that go to the host after an update on the device."""
 
     param: int
     states: int
@@ -68,11 +67,11 @@ def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
 
 
 Leaving = tuple[dict[ModelPart, int], ...]
-"""For each chunk, the parameters of each unit whose gradients go to the host when reduced."""
+"""For each chunk and unit, the number of parameters whose gradients go to the host once reduced."""
 
 
 def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | None:
-    """The gradients of a rank that leave the device as they are reduced; None if all or none do."""
+    """The gradients of each unit that leave the device once reduced; None if all or none do."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
@@ -85,9 +84,9 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
 
 
 def rank_share(chunks: Sequence[ChunkOps], optimizer: StateFate) -> int:
-    """The parameters that a rank's optimizer updates."""
+    """The number of parameters that a rank's optimizer updates."""
     units = [unit for chunk in chunks for unit in chunk.units]
-    experts = sum(unit.trained_experts for unit in units)
+    experts = sum(unit.table.trained_experts for unit in units)
     rest = sum(unit.trained for unit in units) - experts
     return sharded(rest, experts, optimizer, chunks[0].problem.layout)
 
@@ -100,7 +99,7 @@ def unit_ranges(
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
-            experts = unit.trained_experts
+            experts = unit.table.trained_experts
             rest, layout = unit.trained - experts, chunk.problem.layout
             stop = start + sharded(rest, experts, optimizer, layout)
             yield chunk, unit, start, stop
@@ -134,7 +133,7 @@ def piece_update(
 
 def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:
     """Update a rank's pieces, of which at least one is not resident on the device.  Without `cut`
-    there is one piece, which has no name."""
+    there is a single piece, which the actions do not name."""
     return Block("OPT_HOST", tuple(_Writer(pieces, cut, widths).run()))
 
 
@@ -144,9 +143,10 @@ class _Writer:
         self.slots, self.named = (cut.slots if cut else 0), cut is not None
         self.w = BlockWriter()
         self.ready = self.w.mark(COMPUTE)
-        """All gradients and their norm; without slots also the end of the piece before."""
+        """The event after which a piece may start: all gradients and their norm exist; without
+        slots, the previous piece has ended as well."""
         self.visiting: list[tuple[Event, Storage]] = []  # the end of each visit in flight
-        self.updated: tuple[Piece, Event] | None = None  # on the host; its weights are not up yet
+        self.updated: tuple[Piece, Event] | None = None  # by the host; its weights are not up yet
         self.down: dict[int, Event] = {}  # the arrival of each piece's gradients on the host
         self.back: list[Event] = []
         hosted = [piece for piece in pieces if piece.place == "host"]
@@ -173,7 +173,7 @@ class _Writer:
             self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
 
     def _hosted(self, piece: Piece) -> None:
-        """Update on the host, and send the gradients of the host's next piece down beside it."""
+        """Update a piece on the host, while the gradients of the host's next piece go down."""
         self._weights_up()
         self.w.wait(HOST_UPDATE, self._gradients(piece))
         done = self.w.new_event()
@@ -221,7 +221,7 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _end_visits(self, leave: int) -> None:
-        """Wait for the oldest visits to be back, until `leave` are in flight, and free them."""
+        """Wait for the oldest visits until `leave` are in flight, and free their storages."""
         while len(self.visiting) > leave:
             end, states = self.visiting.pop(0)
             self.w.wait(COMPUTE, end)

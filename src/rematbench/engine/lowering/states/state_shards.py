@@ -1,5 +1,5 @@
-"""How many parameters a rank holds a state of: experts have peers of their own, and only trained
-parameters have gradients."""
+"""The number of parameters whose state a rank holds.  States of experts are sharded over another
+group, and only trained parameters have gradients."""
 
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
@@ -9,19 +9,19 @@ from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, expert_parameters, rank_parameters
 
 STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
-"""The ZeRO stage from which a kind of states is sharded."""
+"""The lowest ZeRO stage that shards each kind of state."""
 
 
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
-    """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
-    those of `experts`, whose states expert data parallelism shards."""
+    """The number of parameters whose state the fullest rank holds, out of `rest` parameters and of
+    `experts` parameters of experts, whose states are sharded over expert data parallelism."""
     shards = layout.expert_shards if shards_experts(fate, layout) else 1
     return shard(rest, fate.shards) + shard(experts, shards)
 
 
 def shards_experts(fate: StateFate, layout: Layout) -> bool:
-    """Whether expert data parallelism shards a state of experts: if ZeRO shards that of all other
-    parameters, or would if they had peers."""
+    """Whether expert data parallelism shards the experts' states: if ZeRO shards those of the other
+    parameters, or would shard them if they had peers."""
     parted = fate.shards > 1 or layout.state_shards == 1
     if fate.kind == "parameter":
         return parted and fate.gather == "layer"
@@ -29,13 +29,12 @@ def shards_experts(fate: StateFate, layout: Layout) -> bool:
 
 
 def has_whole_gradients(gradient: StateFate, layout: Layout) -> bool:
-    """Whether the gradients of a unit are whole for a while only, because peers share some of
-    them."""
+    """Whether a unit's gradients are whole only until their reduction, because some are sharded."""
     return gradient.shards > 1 or (layout.expert_shards > 1 and shards_experts(gradient, layout))
 
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
-    """The number of parameters of which a rank holds a state."""
+    """The number of parameters whose state a rank holds."""
     trained = fate.kind != "parameter"
     experts = expert_parameters(problem, plan, rank, trained=trained)
     rest = rank_parameters(problem, plan, rank, trained=trained) - experts
@@ -43,8 +42,8 @@ def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> in
 
 
 def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
-    output of a linear that the stack does not fuse has its own tensor."""
+    """The numbers of trained parameters of an operator's tensors, in reverse order, as autograd
+    reaches them.  In a stack without fused linears, each output of a linear has its own tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
     count = op.trained_parameters
     if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
@@ -54,7 +53,7 @@ def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
 
 
 def quantised_weights(problem: Problem, plan: Plan, rank: int) -> int:
-    """Weights of one rank that products read in quantised copies."""
+    """The number of weights of a rank that matrix products read in quantised form."""
     if problem.workload.recipe == "none":
         return 0
     layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
@@ -62,8 +61,8 @@ def quantised_weights(problem: Problem, plan: Plan, rank: int) -> int:
 
 
 def quantised_bytes(problem: Problem, plan: Plan, rank: int) -> int:
-    """Bytes that quantised weights of one rank take beside its parameters; below 0 where they are
-    the parameters, and fewer bytes."""
+    """Bytes that a rank's quantised weights add to its parameters; below 0 if they replace wider
+    parameters."""
     each = resident_bytes(
         problem.workload, problem.system, problem.cluster.generation, problem.layout.zero_stage
     )
