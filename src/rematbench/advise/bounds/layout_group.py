@@ -74,7 +74,7 @@ class LayoutGroup:
         reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
         self.choices, self.problem, self.registry = choices, problem, registry
-        self.reserving = reserving or _same
+        self.reserving = reserving or (lambda problem: problem)
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
 
     def at(self, layout: Layout) -> Problem:
@@ -205,10 +205,6 @@ class LayoutGroup:
     @property
     def has_room(self) -> bool:
         return bool((self.states_over_bytes <= 0).any())
-
-
-def _same(problem: Problem) -> Problem:
-    return problem
 
 
 def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
