@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import fsum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -65,6 +65,20 @@ class Weight(NamedTuple):
 
     peak_device_bytes: tuple[int, ...]
     reserved_bytes: int
+
+
+@lru_cache(maxsize=64)
+def _kinds_of(work: Workload, embedded: bool) -> tuple[LayerKind, ...]:
+    """The kinds of a workload's layers.  `embedded`: whether the embedding trains."""
+    model, count = work.model, work.model.num_layers
+    windows = model.attention_window or (0,) * count
+    return tuple(
+        LayerKind(
+            *(window, model.is_dense(i), place_of(i, work, embedded=embedded), i >= count),
+            *(work.quantises(i, count), model.owner(i) != i, model.memory_of(i)),
+        )
+        for i, window in enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
+    )
 
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
@@ -245,14 +259,14 @@ class Problem:
         place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
-    def _place(self, layer: int) -> Place:
-        embedded = self.embedding.trained > 0 or self.system.zero.reentrant
-        return place_of(layer, self.workload, embedded=embedded)
+    @property
+    def _embedded(self) -> bool:
+        return self.embedding.trained > 0 or self.system.zero.reentrant
 
     @cached_property
     def head(self) -> OpTable:
         table = head_table(self.workload, self.layout, self.system)
-        place = self._place(self.workload.model.num_layers)
+        place = place_of(self.workload.model.num_layers, self.workload, embedded=self._embedded)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     @cached_property
@@ -263,18 +277,7 @@ class Problem:
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
-        model = self.workload.model
-        windows = model.attention_window or (0,) * model.num_layers
-        every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
-        count, quantises = model.num_layers, self.workload.quantises
-        dense, place, owner = model.is_dense, self._place, model.owner
-        return tuple(
-            LayerKind(
-                *(window, dense(i), place(i), i >= count, quantises(i, count)),
-                *(owner(i) != i, model.memory_of(i)),
-            )
-            for i, window in every
-        )
+        return _kinds_of(self.workload, self._embedded)
 
     @cached_property
     def _layers(self) -> dict[LayerKind, OpTable]:

@@ -8,9 +8,11 @@ shard is stage 3.
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.costs.collectives import EXPERT_AXES, degrees, group_stride, worst_group
 from rematbench.costs.copies import pinned_block_bytes
@@ -270,7 +272,8 @@ def non_torch_bytes(
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     common = calibration.common
-    inside, between = communicators(layout, cluster.domain(layout.gpus), system.parallel.rank_order)
+    alike = replace(layout, micro_batch=1, global_batch=1, vpp=1, zero_stage=1, stages="")
+    inside, between = communicators(alike, cluster.domain(layout.gpus), system.parallel.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
     gpu = calibration.gpu_bytes(cluster.generation)
     return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
@@ -286,6 +289,7 @@ def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
     return cluster.hbm_bytes - withheld
 
 
+@lru_cache(maxsize=4096)
 def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
     """The numbers of a rank's communicators: (within an NVLink domain, over several domains).
 

@@ -42,6 +42,8 @@ def _memory_rules(lay: Layout, work: Workload) -> Iterator[str]:
 def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
     """The rules of matrices that are split in both dimensions (`tp_columns`)."""
     model, count = work.model, lay.tp_columns
+    if count == 1:
+        return
     others = {
         "sequence parallelism (--no-sp)": lay.sequence_parallel,
         "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
@@ -52,11 +54,10 @@ def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
         "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
     }
     found = [name for name, is_so in others.items() if is_so]
-    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
-    share = model.parameters / (lay.tp * count) / 1e6
-    if count > 1 and bool(found):
-        yield f"{words}{share:,.1f} M parameters"
-    if count > 1 and model.hidden % count != 0:
+    if found:
+        words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
+        yield f"{words}{model.parameters / (lay.tp * count) / 1e6:,.1f} M parameters"
+    if model.hidden % count != 0:
         yield f"hidden {model.hidden} must be a multiple of tp_columns = {count}"
 
 
@@ -66,6 +67,8 @@ def _shared_rules(lay: Layout, work: Workload) -> Iterator[str]:
     model = work.model
     name, shares = model.name, model.layer_groups > 0
     whole = max(lay.tp, lay.pp) == 1
+    if not shares and not model.embedding_width:
+        return
     size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
     if shares and model.num_layers % max(1, model.layer_groups) != 0:
         yield f"{model.num_layers} layers must be a multiple of layer_groups {model.layer_groups}"

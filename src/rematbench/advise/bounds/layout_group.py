@@ -21,6 +21,7 @@ from rematbench.advise.bounds.small_problems import placed_alike
 from rematbench.advise.candidates.layouts import LayoutChoice
 from rematbench.costs.bind import CostModel
 from rematbench.costs.operators.ops import Comm, OpTable
+from rematbench.costs.states import non_torch_bytes
 from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
@@ -73,7 +74,7 @@ class LayoutGroup:
         reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
         self.choices, self.problem, self.registry = choices, problem, registry
-        self.reserving = reserving or _same
+        self.reserving = reserving or (lambda problem: problem)
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
 
     def at(self, layout: Layout) -> Problem:
@@ -155,10 +156,11 @@ class LayoutGroup:
     def usable_bytes(self) -> NDArray[np.int64]:
         """Device bytes that each layout may reserve: without its communicators and the reserve."""
         known: dict[tuple[int, int], int] = {}
+        at, reserve_bytes = self.problem, self.reserving(self.problem).reserve_bytes
         for lay in (choice.layout for choice in self.choices):
             if (lay.pp, lay.dp) not in known:
-                at = self.reserving(replaced(self.problem, layout=lay))
-                known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
+                beside = non_torch_bytes(at.cluster, lay, at.system, at.calibration)
+                known[lay.pp, lay.dp] = at.cluster.hbm_bytes - beside - reserve_bytes
         return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
 
     @cached_property
@@ -203,10 +205,6 @@ class LayoutGroup:
     @property
     def has_room(self) -> bool:
         return bool((self.states_over_bytes <= 0).any())
-
-
-def _same(problem: Problem) -> Problem:
-    return problem
 
 
 def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:

@@ -234,7 +234,6 @@ class SearchSpace:
         for item in results:
             problem, choice, first = item.problem, self.choice(item), results[0]
             assert item.plan is not None
-            assert item.verdict is not None
             one_layout = _parallel(choice) == _parallel(self.choice(first))
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
             family = self.registry.resolve(item.method, None, problem).family
