@@ -129,8 +129,8 @@ class SearchAnswer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A line for each plan with every number.  Planners' plans and those tuned by layer have no
-        place and no bound: the proof does not cover them."""
+        """A row for each plan with every number.  Planners' plans and plans tuned by layer have
+        neither place nor bound, because the proof does not cover them."""
         apart = {"place": None, "bound_s": None}
         rows = [search_row(place, item) for place, item in enumerate(self.results, 1)]
         rows += [search_row(0, item) | apart for item in self.planned]
