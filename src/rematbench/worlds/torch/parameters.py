@@ -111,7 +111,7 @@ def _adapter_specs(
     for target in work.targets:
         local, rank = f"lora_{target}", work.lora_rank
         weight = specs.get(ADAPTED.get(target, target))
-        if weight is None:  # an MLP without a gate
+        if weight is None:  # the MLP has no gate
             continue
         rows, columns = weight.shape
         found[local] = ParameterSpec(

@@ -182,7 +182,7 @@ def versions(device: str) -> dict[str, str]:
 
 def device_kind(kind: str) -> str:
     """`kind`; if it is empty, cuda where torch has a GPU and cpu elsewhere."""
-    prepare(kind or "cuda")  # before torch looks for a GPU
+    prepare(kind or "cuda")  # this must precede torch's search for a GPU
     return kind or ("cuda" if has_gpu() else "cpu")
 
 
