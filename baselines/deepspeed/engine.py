@@ -197,7 +197,7 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
     """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read pinned memory without waiting
+        torch.cuda.synchronize()  # ZeRO 1 and 2 do not wait for offloaded gradients
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))

@@ -238,7 +238,7 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
             and setup.model.tied_embeddings
             and (stage > 1 or (stage == 1 and policy.overlap_comm)),
             "loss_tiles with tied embeddings where gradients are reduced during the backward "
-            "(zero_stage 2 or 3, or overlap_comm): theirs comes twice, from tiles and embedding",
+            "(zero_stage 2 or 3, or overlap_comm): the gradient comes from tiles and embedding",
         ),
     ]
 
@@ -258,7 +258,7 @@ def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
     return (
         made != tiles,
         f"{name} {tiles}: {rows} rows make {made} tiles, and DeepSpeed waits for the gradient of "
-        f"the last one asked for; set {near}",
+        f"the last requested tile; set {near}",
     )
 
 

@@ -19,7 +19,7 @@ from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read by the imports below
+    os.environ["DS_ACCELERATOR"] = "cpu"  # the imports below read it
 else:
     os.environ["DS_ACCELERATOR"] = "cuda"
 

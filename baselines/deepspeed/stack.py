@@ -30,7 +30,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
     once = {"ids": 8 * rows}
     again = policy.checkpointing != "none"
-    if model.position == "rope" or again:  # recomputed layers take them, used or not
+    if model.position == "rope" or again:  # recomputed layers get them, used or not
         once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
     apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
     if problem.layout.global_batch > problem.layout.micro_batch and not apart:

@@ -61,7 +61,7 @@ class Zero0:
             self._waiting = self._size(weight)  # until the embedding's gradient exists too
             self.held += self._waiting
             return
-        if weight.offset == 0 and self._waiting:  # the embedding: the sum is a tensor of its own
+        if weight.offset == 0 and self._waiting:  # the embedding's sum is a separate tensor
             self.note_peak(2 * self._size(weight))
             self.held, self._waiting = self.held - self._waiting, 0
         self.note_peak(self._size(weight))

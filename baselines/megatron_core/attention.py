@@ -12,7 +12,7 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.stack import Extra
 
 LSE_BYTES = 4
-"""fp32: bytes per row and head."""
+"""Bytes of an fp32 statistic per row and head."""
 
 
 def inside(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
@@ -32,8 +32,8 @@ def _gathered(problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     q, kv, e = s.q_width * s.element_bytes, s.kv_width * s.element_bytes, s.element_bytes
     lse, whole = s.heads * LSE_BYTES, 2 * s.cp * kv
-    # One slice's output; the outputs of the other slice's two blocks; both scaled in fp32, and the
-    # sum.
+    # These are one slice's output, the outputs of the other slice's two blocks, both scaled in
+    # fp32, and the sum.
     merging = q // 2 + q + 3 * (q // 2) * max(4, e) // e + 3 * lse
     joined = 3 * q + 4 * lse  # the same, the merged output, and all slices as one
     gathering = whole // 2 + kv  # gathered v is put in order; its rows were copied before

@@ -170,7 +170,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
             position_embedding_type="rope" if rope else "learned_absolute",
             vp_stage=stage,
         )
-        if first and not rope:  # torch's embedding, which Megatron-LM casts with the whole module
+        if first and not rope:  # Megatron-LM casts torch's embedding with the module
             embedding = module.embedding.position_embeddings
             embedding.weight = torch.nn.Parameter(embedding.weight.detach().to(config.params_dtype))
         if last:

@@ -279,7 +279,7 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
     if model.latent is not None:  # each layer of a rank has a table
         layers = -(-model.num_layers // problem.layout.pp)
         found["angles of RoPE (fp32)"] = 4 * model.latent.rope * s.seq_len // s.cp * layers
-    elif model.position == "rope" and not policy.offload_modules:  # else made before the metering
+    elif model.position == "rope" and not policy.offload_modules:  # else it is made too early
         each = 4 * model.head_dim * s.seq_len // s.cp
         found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
     return found
