@@ -153,7 +153,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": precision == "bf16"},
         }
-        if layout.ulysses > 1:  # for the batch's arithmetic; with data_parallel_size it
+        if layout.ulysses > 1:  # the batch size needs it; with data_parallel_size it
             made["sequence_parallel_size"] = layout.ulysses  # would reduce over too few ranks
         if self.checkpointing != "none":
             made["activation_checkpointing"] = {

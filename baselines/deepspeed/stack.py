@@ -133,7 +133,7 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     made = _sizes(policy, problem)
-    away = problem.layout.dp > 1 or policy.offload_param  # gathered in addition to this rank's part
+    away = problem.layout.dp > 1 or policy.offload_param  # gathers add to this rank's part
     gathered = zero_sizes.small_elements(problem.workload.model) if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,

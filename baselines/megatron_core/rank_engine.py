@@ -177,7 +177,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
             mask_padding(module.output_layer, run.model.vocab, mpu.get_tensor_model_parallel_rank())
         if device.type != "cpu":
             module.to(device)
-        # Past the first chunk Megatron-LM too reduces in one bucket.
+        # Megatron-LM, too, reduces each chunk after the first in one bucket.
         wrap = ddp_config(run, policy)
         chunks.append(DistributedDataParallel(config, wrap, module, disable_bucketing=index > 0))
     if policy.overlap_grad_reduce:

@@ -40,10 +40,10 @@ class SearchAnswer:
         self.results = [with_engines(item) for item in job.completed(at.results[:top])]
         self.not_shown = ""  # names the columns that had no room
         self.planned: list[Result] = []
-        self.without: dict[str, str] = {}  # planners without a plan that fits, and why
+        self.without: dict[str, str] = {}  # why planners have no plan that fits
         self.changes: list[str] = []
         self.simple: Result | None = None
-        self.alone: dict[str, Result | None] = {}  # the best of each package's own options
+        self.alone: dict[str, Result | None] = {}  # the best plan of each package's own options
 
     def table(self) -> None:
         if self.out is None:

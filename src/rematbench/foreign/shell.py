@@ -115,7 +115,7 @@ def options_of(words: list[str]) -> Options:
         elif re.match(r"--\w", word):
             name, equals, value = word[2:].partition("=")
             values = options[name] = [value] if value else []
-            values = [] if equals else values  # `--name=value` has one
+            values = [] if equals else values  # `--name=value` has exactly one value
         else:
             values.append(word)
     return options

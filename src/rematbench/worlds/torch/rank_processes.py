@@ -133,7 +133,7 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     """The results up to the first failure (at least one result)."""
     size, on_cpus = cases[0].world_size, cases[0].device == "cpu"
     if on_cpus:
-        start_server(worker.__name__)  # to import torch takes each rank longer than a small job
+        start_server(worker.__name__)  # an import of torch takes longer than a small job
     with scratch() as folder:
         ranks = [(rank, size, folder, cases, timeout_s) for rank in range(size)]
         start: Literal["forkserver", "spawn"] = "forkserver" if on_cpus else "spawn"
