@@ -158,10 +158,11 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
-    """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `other_log_error` is the same error under the constants of another GPU generation (None:
-    that generation has no rates for a kernel of the row).  Rows of one job on one stack with the
-    same options have equal `sweep`; those with equal degrees and ZeRO stage, equal `layout` too."""
+    """A published row, predicted with constants fitted without its source.  `log_error` is
+    ln(predicted / published) of its speed; `other_log_error` is the same error under the constants
+    of another GPU generation (None: that generation has no rates for a kernel of the row).  Rows of
+    one job on one stack with the same options have equal `sweep`, and equal `layout` if their
+    degrees and ZeRO stages agree."""
 
     source: str
     job: JobProperties

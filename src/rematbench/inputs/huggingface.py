@@ -204,12 +204,12 @@ class _Reader:
         if experts.get("count", 0) <= 1 or len(dense) == len(layers):
             return rest
         for field, value in experts.items():
-            if isinstance(value, list):  # of each layer
+            if isinstance(value, list):  # it has a value for each layer
                 if len(set(value)) > 1:
                     key = self.known.keys[f"experts.{field}"]
                     raise Unmodelled(str(key), "experts that differ from layer to layer")
                 experts[field] = value[0]
-        if "shared_units" in experts:  # a number of experts that every token passes
+        if "shared_units" in experts:  # the key counts the shared experts
             experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 

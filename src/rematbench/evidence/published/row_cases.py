@@ -329,7 +329,7 @@ def _relative(name: str, mlp: str) -> str:
     known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
     known.sort(
         key=lambda n: n.split("-")[0] != name.lower().split("-")[0]
-    )  # those of the same version come first
+    )  # models of the same version come first
     gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
         relative = load_model(candidate)

@@ -336,7 +336,7 @@ def _ranks(row: Cell) -> str:
 
 
 FEWEST_BYTES = 1 << 20
-"""Peaks of fewer bytes are numbers of another unit."""
+"""A peak of fewer bytes was written in another unit."""
 
 
 def _in_range(column: str, cell: str) -> str:

@@ -117,7 +117,7 @@ def load_matrix(path: Path) -> MatrixSpec:
     """The matrix of a suite file; ConfigError if the suite declares none, or a wrong one."""
     declared = load_suite(path).matrix
     if declared is None:
-        raise ConfigError(str(path), "matrix", "this suite does not declare it")
+        raise ConfigError(str(path), "matrix", "this suite declares no matrix")
     spec = convert(declared, MatrixSpec, f"{path}: matrix")
     spec.check(f"{path}: matrix")
     return spec

@@ -264,7 +264,7 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
-    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
+    safe = [cell for cell in told if cell["safe"]]  # `told` lacks rows without an outcome
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = StudyAnswer(
