@@ -20,8 +20,8 @@ ROUNDING_BYTES = 1 << 20
 
 
 ROUNDED_BYTES = 64
-"""An allowance for rounding: shards of states are whole numbers, so that equal layers may add
-slightly different numbers of bytes."""
+"""An allowance for rounding: shards of states are whole numbers, so equal layers may add slightly
+different numbers of bytes."""
 
 
 class Total:

@@ -375,7 +375,7 @@ class Prober:
         # A layer waits for the copies of an earlier one once every reload slot is in use.
         layers = moves.reload_slots + 1 if moves.granularity == "layer" else 1
         if fewest < layers:
-            return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
+            return Refused(f"copies by layer do not repeat yet after {fewest}", layers)
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:

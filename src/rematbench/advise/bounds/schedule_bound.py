@@ -310,7 +310,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             known[keys[-1]] = end.blocks
     if not system.host.launch_blocking:
         costs.pieces = piece_traffic((known[key] for key in keys), system.states.param_bytes)
-    first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
+    first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # by key: its first rank
     seconds = {key: _through(known[key], rank, costs) for key, rank in first.items()}
     return Frame(
         turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),

@@ -214,9 +214,9 @@ class Comparison:
 def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
     """The pairs that a table shows, and the number of pairs dropped as repetitions.
 
-    Dropped are, unless `named`, compositions and policies whose plan equals an earlier one, and
-    policies whose tuning ends at their method's plan.  A method whose plan equals an earlier one
-    stays, with `same_as` set.
+    Compositions and policies whose plan equals an earlier one are dropped unless they are `named`,
+    and so are policies whose tuning ends at their method's plan.  A method whose plan equals an
+    earlier one stays, with `same_as` set.
     """
     seen: dict[bytes, str] = {}
     rows: list[Pair] = []
