@@ -227,7 +227,7 @@ class ActionCosts:
         return self.cost.stall_s(comm, rank, kernel_s)
 
     def _exposed(self, action: Action, rank: int) -> float:
-        """The share of an exchange's seconds that the pass beside it does not hide."""
+        """The share of an exchange's seconds that the overlapping pass does not hide."""
         key = (action.variant, rank)
         if key not in self._shares:
             table = self.problem.layer_kinds[action.variant]

@@ -38,7 +38,7 @@ from rematbench.plan import PlanError, Transfers
 Storages = list[Storage]
 
 BESIDE = storage_of(NO_PART, "beside")
-"""The storage of the tensors that a forward beside a backward keeps of one layer."""
+"""The storage of the tensors that a forward keeps of one layer while it overlaps a backward."""
 
 
 class InputGradients(NamedTuple):
@@ -106,7 +106,7 @@ class BackwardEmitter:
             w.free(*[BESIDE][: bool(w.beside)], *self.held)
         survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
         if self.apart and survivors - {chunk.input.gradient}:
-            raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+            raise PlanError("separate weight gradients: pieces add to the chunk's input gradient")
         survivors |= {chunk.output} if chunk.local else set()
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
@@ -172,7 +172,7 @@ class BackwardEmitter:
                 emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 
     def _beside_bytes(self) -> int:
-        """The bytes that the forward beside this backward keeps of its first layer, before the
+        """The bytes that the overlapping forward keeps of its first layer, before this chunk's
         backward frees a layer: those of this chunk's largest layer, because the forward runs equal
         layers.  From then on, the forward fills the memory that the backward frees."""
         stored = self.chunk.stored(self.fates)
@@ -360,7 +360,7 @@ class BackwardEmitter:
         pieces = self.recomputer.run is not None
         read = any(total in each.reads for each in self.deferred)
         if (pieces and read) or (op.grad_reduce is not None and not pieces):
-            raise PlanError(f"weight gradients apart: {op.name} adds to a residual's gradient")
+            raise PlanError(f"separate weight gradients: {op.name} adds to a residual's gradient")
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
