@@ -137,12 +137,11 @@ def replayed(
     enough_bytes: float = inf,
 ) -> AllocatorPeaks:
     """Return the allocator peaks of a rank over two training steps on a device of `capacity_bytes`
-    (None: of unlimited memory).  The second step finds the segments that the first step left
-    cached, and may need others.  Unless `whole`, only the
-    beginning of each step is replayed: up to twice the passes that lead to the peak, and two more.
-    By then the schedule has run for as long as its warm-up, more than a period, and the pattern of
-    blocks repeats (tests compare with all passes).  The replay ends once more than `enough_bytes`
-    are reserved."""
+    (None: unlimited).  The second step finds the segments that the first step left cached, and may
+    need others.  Unless `whole`, only the beginning of each step is replayed: up to twice the
+    passes that lead to the peak, and two more.  By then the schedule has run for as long as its
+    warm-up and for more than a period, and the pattern of blocks repeats (tests compare with all
+    passes).  The replay ends once more than `enough_bytes` are reserved."""
     actions = program.ranks[rank]
     resident = held.blocks(actions.late)
     mode: Mode = "expandable" if program.expandable else "default"

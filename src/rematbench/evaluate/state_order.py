@@ -121,7 +121,7 @@ class _Pieces:
         if self.shards_up:  # The weights' home is the host.
             return ""
         left = [piece for piece in self.updated if piece not in self.up]
-        return f"weights of {left[0]} never go up after their update" if left else ""
+        return f"weights of {left[0]} never return to the device after their update" if left else ""
 
 
 def _gathered(part: ModelPart) -> set[Storage]:
