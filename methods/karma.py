@@ -87,7 +87,7 @@ def _fates(problem: Problem, base: Plan, chunk: tuple[int, ...], leaving: int) -
     swapped, and the others are recomputed."""
     kept = kept_activations(problem, base)
     fates: list[Word] = []
-    out_s = back_s = 0.0  # seconds of the layers above that hide no copy yet
+    out_s = back_s = 0.0  # the layers above can hide further copies for this time
     for position in range(len(chunk) - 1, -1, -1):
         table = problem.layer(chunk[position])
         sizes = [table.activations[name].nbytes for name in kept if name in table.activations]

@@ -311,7 +311,7 @@ class KernelCosts:
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, for a fraction of its rows."""
         key = (id(op), direction, rows_fraction)
-        if key not in self._ops:  # storing the op keeps its id from being reused
+        if key not in self._ops:  # a stored op keeps its id
             kernels: tuple[Kernel, ...] = getattr(op, direction)
             parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
             self._ops[key] = (op, fsum(self.kernel_s(part, direction) for part in parts))

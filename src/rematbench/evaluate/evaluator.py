@@ -50,10 +50,10 @@ class Lowered:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
-        self.held: dict[int, Reserved] = {}  # results of `weighed`, by usable bytes
+        self.held: dict[int, Reserved] = {}  # `weighed` gives these, by usable bytes
         self.evaluations: dict[bytes, PlanEvaluation] = {}
         self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
-        self._peaks: AllocatorPeaks | None = None  # possibly of a replay that ended early
+        self._peaks: AllocatorPeaks | None = None  # the replay may have ended early
 
     @cached_property
     def program(self) -> Program:
@@ -147,7 +147,7 @@ def replayed(
     mode: Mode = "expandable" if program.expandable else "default"
     passes = None if whole else 2 * held.peak_step + 3
     if passes and actions.late:
-        passes += 1  # to reach the second micro-batch, where all gradients are alive
+        passes += 1  # in the second micro-batch all gradients are alive
     return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
 
 

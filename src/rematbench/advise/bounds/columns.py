@@ -86,7 +86,7 @@ class Columns:
         stage, by the stages there."""
         node, ranks = self.gpus_per_node, self.ranks_of_stage
         found: list[dict[int, NDArray[np.int64]]] = []
-        for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+        for begun in (0 * ranks, -(-ranks // node) * node):  # this many ranks come before the node
             found.append({})
             for stage in range(2 + 2 * node // int(ranks.min())):
                 end = np.minimum((stage + 1) * ranks, begun + node)
@@ -123,7 +123,7 @@ class Columns:
         found = []
         for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
             others = self.in_flight[rank] - 1
-            since = np.where(self.vpp == 1, others, 2 * after)  # forwards after the pass's own
+            since = np.where(self.vpp == 1, others, 2 * after)  # counts forwards after its own
             since = np.where(self.waits, self.pp - 1, since)
             own = (since >= 1) & (since <= release_lag)
             found.append(np.maximum(np.minimum(release_lag, others) - own, 0))

@@ -72,7 +72,7 @@ class Comparison:
         self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
         self.all, self.named = not only, {candidate.name for candidate in named}
         first = first_candidates(self.registry, config, job.problem) if self.all else []
-        self.first = sorted(first, key=self._has_planner)  # of equal plans, a planner's comes last
+        self.first = sorted(first, key=self._has_planner)  # so of equal plans a planner's is last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}

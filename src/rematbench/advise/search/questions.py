@@ -94,7 +94,7 @@ def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
 def _has_layout(request: SearchRequest) -> bool:
     try:
         SearchSpace(request).ready()
-    except (LayoutError, MethodError):  # no layout, or none that the engine has options for
+    except (LayoutError, MethodError):  # no layout remains for the engine
         return False
     return True
 
@@ -229,7 +229,7 @@ def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tup
 
     spec, cluster = request.spec, _cluster(request)
     hbm = spec.stack.hbm_bytes or cluster.hbm_bytes
-    if at.short_bytes < inf:  # else no plan lacked device memory
+    if at.short_bytes < inf:  # if infinite, no plan lacked device memory
         tight = replace(request, reserve_gib=0.0)
         if request != tight and (result := reached(tight, inf, run, MOST_ROUNDS)):
             yield "tightly, within our memory error (--reserve-gib 0)", result

@@ -116,7 +116,7 @@ class _Trainer:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
-        self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
+        self.behind: dict[str, str] = {}  # maps the input of a bottleneck adapter to its output
 
     def table(self) -> OpTable:
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
@@ -156,7 +156,7 @@ class _Trainer:
         work, place = self.work, self.place
         if not work.partly:
             return True
-        if not (work.adapted or work.trained_parts):  # layers are frozen from below
+        if not (work.adapted or work.trained_parts):  # only the first layers are frozen
             return place.trains
         if op.name in ("embedding", "lm_head"):
             ends = {"head" if op.name == "lm_head" else "embedding"}

@@ -163,7 +163,7 @@ class Builder:
         model = self.model
         in_wide = model.norm_offset or model.norm_in_fp32
         scaled = elements * (wide if in_wide else self.e) * model.norm_weight
-        scaled *= 2 if model.norm == "layernorm" else 1  # x minus its mean is saved too
+        scaled *= 2 if model.norm == "layernorm" else 1  # LayerNorm also saves x minus its mean
         sizes = {"wide": elements * wide} if self.e < FP32 else {}
         sizes |= {"root": groups * wide} | ({"scaled": scaled} if scaled else {})
         return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())
@@ -296,7 +296,7 @@ class Builder:
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
-            kv_heads = max(self.s.kv_heads, self.ulysses)  # a head may go to several ranks
+            kv_heads = max(self.s.kv_heads, self.ulysses)  # several ranks may get the same head
             model = self.model
             widths = {"q": self.s.q_width, "k": kv_heads * model.head_dim}
             widths["v"] = kv_heads * model.v_dim

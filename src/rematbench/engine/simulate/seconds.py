@@ -59,7 +59,7 @@ class ActionCosts:
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
-        self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
+        self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # the key is (layer, rank)
         system, vpp = problem.system, problem.layout.vpp
         kernels, work = system.kernels, problem.workload
         self._iterates, self._graphs = kernels.captures_iteration, kernels.captures

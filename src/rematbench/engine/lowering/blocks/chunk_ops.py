@@ -120,7 +120,7 @@ class ChunkOps:
         virtual = chunk * pp + stage
         self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
-        self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
+        self._names: dict[str, dict[str, Storage]] = {}  # keyed by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
         self.units: list[Unit] = []
         if self.first:

@@ -80,8 +80,8 @@ class BackwardEmitter:
         self.w.beside = "forward" * beside
         self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
-        self.rows = WHOLE  # the rows of the piece in progress
-        self.grads: dict[Storage, Storage] = {}  # gradients that exist, by activation
+        self.rows = WHOLE  # the piece in progress has these rows
+        self.grads: dict[Storage, Storage] = {}  # the gradients of these activations exist
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
@@ -111,7 +111,7 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        if self.updater:  # After ENDED: the message to the previous stage need not wait for pieces.
+        if self.updater:  # ENDED comes first, so the message does not wait for pieces.
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
@@ -119,7 +119,7 @@ class BackwardEmitter:
     def _unit(self, order: list[Unit], position: int) -> None:
         w, unit = self.w, order[position]
         w.begin_unit()
-        if w.beside and position == int(self.chunk.last):  # At the first layer, after any head.
+        if w.beside and position == int(self.chunk.last):  # The first layer follows any head.
             emit_alloc(w, BESIDE, self._beside_bytes())
         self.reload.before(order, position)
         if self.gatherer:
