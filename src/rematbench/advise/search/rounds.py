@@ -364,7 +364,7 @@ def solve_planners(
         for choice in choices:
             pool.add([(method, choice) for method in waiting])
             answers = {method: answer for (method, _), answer in pool.run()}
-            for method in list(waiting):  # in a fixed order, whichever ends first
+            for method in list(waiting):  # the order does not depend on which ends first
                 answer = answers[method]
                 if isinstance(answer, str):
                     waiting.remove(method)
