@@ -125,7 +125,7 @@ def test_a_shipped_gpu_without_rates_is_like_no_other() -> None:
     for cluster in by_sheet:
         band = band_of(remade(problem(), cluster=cluster), "keep_all")
         assert band.half_width >= ROOFLINE
-        assert "by its data sheet alone" in trust(band)[0]
+        assert "for a GPU without published rates" in trust(band)[0]
 
 
 def test_the_factor_joins_the_two_bounds() -> None:

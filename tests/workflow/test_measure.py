@@ -58,7 +58,7 @@ def test_cells_without_seconds_have_a_table_and_a_line_in_place_of_a_figure(
 ) -> None:
     folder = measured.path / "results/measure"
     assert "| oom" in (folder / "tables/measured_speed.md").read_text()
-    assert (folder / "figures/measured_speed.txt").read_text().startswith("no figure: no cell has")
+    assert (folder / "figures/measured_speed.txt").read_text().startswith("no figure: no cell was")
     assert [path.name for path in (folder / "figures").iterdir()] == ["measured_speed.txt"]
 
 

@@ -15,14 +15,15 @@ IN_CHECKOUT: dict[DataKind, str] = {
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-@cache
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 
     An installed wheel has it in `rematbench/_data`.  A checkout (editable install) uses its
     top-level directories instead, so that edits take effect at once.
     """
-    packaged = _PACKAGE / "_data"
-    if packaged.is_dir():
-        return packaged / kind
-    return _PACKAGE.parents[1] / IN_CHECKOUT[kind]
+    return _PACKAGE / "_data" / kind if _is_wheel() else _PACKAGE.parents[1] / IN_CHECKOUT[kind]
+
+
+@cache
+def _is_wheel() -> bool:
+    return (_PACKAGE / "_data").is_dir()
