@@ -187,11 +187,12 @@ def test_a_line_names_each_width_that_does_not_tile() -> None:
     given = of_bigscience(wide(14400, 96), gpus=320, pp=10)
     lines = [line for line in job_notes(given) if "does not tile" in line]
     assert lines == [
-        "does not tile: hidden 14400/8 = 1800 is not a multiple of 64: its GEMMs cost what 1856 "
-        "costs",
-        "does not tile: ffn 57600/8 = 7200 is not a multiple of 64: its GEMMs cost what 7232 costs",
-        "does not tile: head_dim 150 is not a multiple of 8: attention costs what 160 costs, at "
-        "0.045 of the peak, without tensor cores",
+        "does not tile: hidden 14400/8 = 1800 is not a multiple of 64: its GEMMs take as long as "
+        "with 1856",
+        "does not tile: ffn 57600/8 = 7200 is not a multiple of 64: its GEMMs take as long as "
+        "with 7232",
+        "does not tile: head_dim 150 is not a multiple of 8: attention takes as long as with 160, "
+        "at 0.045 of the peak, without tensor cores",
     ]
     assert "head_dim 150" in band_of(given, "full_recompute").outside["shape"]
     fused = make_problem(Job(
