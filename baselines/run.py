@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: run.py NAME JOBS.json FOLDER\n")
         return 2
     name, jobs, folder = arguments
-    sys.path[0] = str(ROOT)  # not this folder: it has directories named as the packages are
+    sys.path[0] = str(ROOT)  # this folder has directories named like the packages
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     driver = importlib.import_module("baselines.common.driver")
     code: int = driver.drive(name, Path(jobs), Path(folder))

@@ -103,7 +103,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        prepare("cpu")  # on CUDA the package sets its own variables before
+        prepare("cpu")  # on CUDA the package sets its variables first
     runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
     traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
     if not traced and (launched := _launched()):
@@ -173,7 +173,7 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     module = cast(ModuleType, runner).__name__  # a new process imports it by name
     ranks = [(module, jobs, numbers, scratch, rank, size) for rank in range(size)]
     ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
-    # Records have no status for a job that took too long: it has failed.
+    # Records have no status `timeout`, so a job that took too long has failed.
     ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 

@@ -101,7 +101,7 @@ def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> 
     made.setdefault("timers", {"throughput": {"enabled": False}})
     optimizer = torch.optim.AdamW(
         decoder.parameters(),
-        fused=job.device == "cuda",  # as in DeepSpeed's own AdamW, which would be compiled here
+        fused=job.device == "cuda",  # DeepSpeed's own AdamW is fused, too
         lr=UPDATE.lr,
         betas=(UPDATE.beta1, UPDATE.beta2),
         eps=UPDATE.eps,
@@ -165,11 +165,11 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, note_loss: Callable[[Tenso
         last = number == lay.num_micro_batches - 1
         rig.engine.set_gradient_accumulation_boundary(last)
         loss = rig.engine(*_rows(rig, batch, number), scale)
-        # The product is a new tensor: given the model's output itself, 0.19.8 at stage 0 divides
-        # by the number of micro-batches in spite of scale_wrt_gas.
+        # The product must be a new tensor, because 0.19.8 at stage 0 divides the model's own
+        # output by the number of micro-batches in spite of scale_wrt_gas.
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
-            rig.engine.step()  # counts the micro-batch; no update before the boundary
+            rig.engine.step()  # it updates only after the last micro-batch
         note_loss(loss.detach())
 
 
@@ -197,7 +197,7 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
     """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read pinned memory without waiting
+        torch.cuda.synchronize()  # ZeRO 1 and 2 do not wait for offloaded gradients
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))

@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(rows, self.model.head_dim, x.dtype)
         for layer in self.layers:
             if self.checkpointed:
-                # bound, not passed: partitioning partitions every tensor argument
+                # cos and sin are bound, because partitioning splits every tensor argument
                 x = deepspeed.checkpointing.checkpoint(partial(layer, cos=cos, sin=sin), x)
             else:
                 x = layer(x, cos, sin)

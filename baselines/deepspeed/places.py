@@ -167,7 +167,7 @@ class Places(DispatchMode):
         """Run the operator on operands of one place, then note where its results are."""
         result = func(*args, **(kwargs or {}))
         operands = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor, from Python's values
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor calls it on Python's values
             operands = []
         known = {tensor.untyped_storage()._cdata for tensor in operands}
         fresh = [made for made in tree_iter(result) if isinstance(made, Tensor)]

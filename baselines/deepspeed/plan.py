@@ -153,7 +153,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": precision == "bf16"},
         }
-        if layout.ulysses > 1:  # for the batch's arithmetic; with data_parallel_size it
+        if layout.ulysses > 1:  # the batch size needs it; with data_parallel_size it
             made["sequence_parallel_size"] = layout.ulysses  # would reduce over too few ranks
         if self.checkpointing != "none":
             made["activation_checkpointing"] = {
@@ -238,7 +238,7 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
             and setup.model.tied_embeddings
             and (stage > 1 or (stage == 1 and policy.overlap_comm)),
             "loss_tiles with tied embeddings where gradients are reduced during the backward "
-            "(zero_stage 2 or 3, or overlap_comm): theirs comes twice, from tiles and embedding",
+            "(zero_stage 2 or 3, or overlap_comm): the gradient comes from tiles and embedding",
         ),
     ]
 
@@ -258,7 +258,7 @@ def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
     return (
         made != tiles,
         f"{name} {tiles}: {rows} rows make {made} tiles, and DeepSpeed waits for the gradient of "
-        f"the last one asked for; set {near}",
+        f"the last requested tile; set {near}",
     )
 
 

@@ -19,14 +19,14 @@ from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read by the imports below
+    os.environ["DS_ACCELERATOR"] = "cpu"  # the imports below read it
 else:
     os.environ["DS_ACCELERATOR"] = "cuda"
 
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed import fake_engine
 
-if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU the question tries every compiler
+if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU this import tries every compiler
     from deepspeed.ops import __compatible_ops__
 
     # DeepSpeed's shared-memory operator serves inference only, and would be compiled here.
@@ -111,7 +111,7 @@ class Trainer:
     def load(self, step: int) -> None:
         self.batch = ds.batch_of(self.rig.job, step)
         self.counted = self.batch.counted
-        if self.rig.device.type == "cuda":  # a step waits for no copy
+        if self.rig.device.type == "cuda":  # a step does not wait for copies
             self.batch = Batch(*(tensor.to(self.rig.device) for tensor in self.batch))
 
     def forward_backward(self, meter: Meter | None) -> None:

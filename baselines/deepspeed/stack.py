@@ -30,7 +30,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
     once = {"ids": 8 * rows}
     again = policy.checkpointing != "none"
-    if model.position == "rope" or again:  # recomputed layers take them, used or not
+    if model.position == "rope" or again:  # recomputed layers get them, used or not
         once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
     apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
     if problem.layout.global_batch > problem.layout.micro_batch and not apart:
@@ -133,7 +133,7 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     made = _sizes(policy, problem)
-    away = problem.layout.dp > 1 or policy.offload_param  # gathered in addition to this rank's part
+    away = problem.layout.dp > 1 or policy.offload_param  # gathers add to this rank's part
     gathered = zero_sizes.small_elements(problem.workload.model) if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,

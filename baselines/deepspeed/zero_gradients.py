@@ -58,10 +58,10 @@ class Zero0:
         """Account for a weight's new gradient. `more`: the gradient belongs to one of several
         tiles, and further tiles follow."""
         if weight.output == "logits" and self.model.tied_embeddings and not more:
-            self._waiting = self._size(weight)  # until the embedding's gradient exists too
+            self._waiting = self._size(weight)  # it waits for the embedding's gradient
             self.held += self._waiting
             return
-        if weight.offset == 0 and self._waiting:  # the embedding: the sum is a tensor of its own
+        if weight.offset == 0 and self._waiting:  # the embedding's sum is a separate tensor
             self.note_peak(2 * self._size(weight))
             self.held, self._waiting = self.held - self._waiting, 0
         self.note_peak(self._size(weight))

@@ -129,7 +129,7 @@ class _Walk:
         """Account for one action; before an operator its modules fetch their weights."""
         forward = direction(action)
         if forward is not None:
-            self._end()  # an operator whose operands stay alive, because others read them too
+            self._end()  # other readers keep the operator's operands alive
             if forward and self._over:
                 self._start()
             weighed = self._of.get((action.part, action.op), ())

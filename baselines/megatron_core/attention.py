@@ -12,7 +12,7 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.stack import Extra
 
 LSE_BYTES = 4
-"""fp32: bytes per row and head."""
+"""Bytes of an fp32 statistic per row and head."""
 
 
 def inside(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
@@ -32,14 +32,14 @@ def _gathered(problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     q, kv, e = s.q_width * s.element_bytes, s.kv_width * s.element_bytes, s.element_bytes
     lse, whole = s.heads * LSE_BYTES, 2 * s.cp * kv
-    # One slice's output; the outputs of the other slice's two blocks; both scaled in fp32, and the
-    # sum.
+    # These are one slice's output, the outputs of the other slice's two blocks, both scaled in
+    # fp32, and the sum.
     merging = q // 2 + q + 3 * (q // 2) * max(4, e) // e + 3 * lse
-    joined = 3 * q + 4 * lse  # the same, the merged output, and all slices as one
+    joined = 3 * q + 4 * lse  # outputs, their merge, and all slices are alive
     gathering = whole // 2 + kv  # gathered v is put in order; its rows were copied before
     first = max(merging, joined, gathering) - q - lse
-    copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient in another order
-    second = copied + q + whole  # and the gradients of q, k and v of two blocks
+    copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient is reordered
+    second = copied + q + whole  # two blocks have gradients of q, k and v
     made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, producer="attention")
     return (
         made(
@@ -92,7 +92,7 @@ def _absent(policy: MegatronCore, problem: Problem) -> int:
     and the gradient of the output, unless a checkpointed function holds them."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
-    later = 2 * s.kv_width  # q + kv for q and k, less v's excess once per query head (q - kv)
+    later = 2 * s.kv_width  # it is q + kv for q and k, less v's excess once per query head (q - kv)
     if policy.recompute == "selective" and "core_attn" in policy.modules:
         return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
     alone = grouped or problem.workload.model.position == "rope"

@@ -67,7 +67,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
         "overlap_p2p_comm": policy.overlap_p2p,
         "deallocate_pipeline_outputs": lay.pp > 1,
         "calculate_per_token_loss": True,
-        # A trace runs nothing after the last backward: coalesced collectives cannot be fake.
+        # A trace ends with the last backward, because coalesced collectives cannot be fake.
         "finalize_model_grads_func": None if traced else finalize_model_grads,
         # TransformerEngine chooses a kernel unless the job wants materialised scores.
         **({"attention_backend": AttnBackend.unfused} if unfused else {}),

@@ -25,7 +25,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "q",
         "k",
         "v",
-        "kv_repeated",  # of the traced stack (stack.py)
+        "kv_repeated",  # only the traced stack saves it (stack.py)
         "lse",
         "attn_probs",
         "attn_probs_mask",

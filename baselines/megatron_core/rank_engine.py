@@ -170,14 +170,14 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
             position_embedding_type="rope" if rope else "learned_absolute",
             vp_stage=stage,
         )
-        if first and not rope:  # torch's embedding, which Megatron-LM casts with the whole module
+        if first and not rope:  # Megatron-LM casts torch's embedding with the module
             embedding = module.embedding.position_embeddings
             embedding.weight = torch.nn.Parameter(embedding.weight.detach().to(config.params_dtype))
         if last:
             mask_padding(module.output_layer, run.model.vocab, mpu.get_tensor_model_parallel_rank())
         if device.type != "cpu":
             module.to(device)
-        # Past the first chunk Megatron-LM too reduces in one bucket.
+        # Megatron-LM, too, reduces each chunk after the first in one bucket.
         wrap = ddp_config(run, policy)
         chunks.append(DistributedDataParallel(config, wrap, module, disable_bucketing=index > 0))
     if policy.overlap_grad_reduce:

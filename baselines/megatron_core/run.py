@@ -34,7 +34,7 @@ def stack() -> dict[str, str]:
 def refuse(job: PackageJob) -> None:
     check(job, _policy(job))
     if job.device == "cpu":
-        shim.preload()  # once, before ranks are forked
+        shim.preload()  # this runs once, before ranks are forked
 
 
 def _policy(job: PackageJob) -> MegatronCore:
@@ -74,7 +74,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
         parts = _shimmed(True)
     elif not has_transformer_engine(job):
         parts = shim.install_missing_names()
-    from baselines.megatron_core import rank_engine as engine  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import rank_engine as engine  # noqa: PLC0415  # the shim must come first
 
     rig = engine.build(job, _policy(job), engine.join_groups(job), device)
     rig.fill()
@@ -133,7 +133,7 @@ class Trainer:
 
 def trace(job: PackageJob) -> RankAnswer:
     parts = _shimmed(False)
-    from baselines.megatron_core import fake_schedules  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import fake_schedules  # noqa: PLC0415  # the shim must come first
 
     answer: RankAnswer = fake_schedules.trace(job, _policy(job))
     run = job.run

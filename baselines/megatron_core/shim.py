@@ -183,7 +183,7 @@ def _te() -> None:
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     latent.HAVE_TE = extension.HAVE_TE  # it has stand-ins of the package's classes
-    if not hasattr(tp_random, "FP8GlobalStateManager"):  # looked up even with fp8 off
+    if not hasattr(tp_random, "FP8GlobalStateManager"):  # it is looked up even with fp8 off
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
         tp_random.fp8_autocast = lambda **_: contextlib.nullcontext()
@@ -220,7 +220,7 @@ def preload() -> None:
     """Install the parts that must precede Megatron-core, then import Megatron-core. The import
     hides packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
+        sys.modules[name] = None  # type: ignore[assignment]  # this makes the import fail
     torch.compile = lambda model=None, **_: as_kernel(model) if model is not None else as_kernel  # type: ignore[assignment]
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, name, _at_once(getattr(dist, name)))

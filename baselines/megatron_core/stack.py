@@ -33,7 +33,7 @@ def stack(policy: MegatronCore, problem: Problem) -> Stack:
         ),
         fused_swiglu=policy.bias_activation_fusion,
         shares_gathers=extras.s.sp,
-        loss_over_logits=True,  # or over their fp32 copy
+        loss_over_logits=True,  # the logits may be an fp32 copy
         once=_once(policy, problem),
     )
 
@@ -279,9 +279,9 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
     if model.latent is not None:  # each layer of a rank has a table
         layers = -(-model.num_layers // problem.layout.pp)
         found["angles of RoPE (fp32)"] = 4 * model.latent.rope * s.seq_len // s.cp * layers
-    elif model.position == "rope" and not policy.offload_modules:  # else made before the metering
+    elif model.position == "rope" and not policy.offload_modules:  # else it is not metered
         each = 4 * model.head_dim * s.seq_len // s.cp
-        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
+        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # each chunk has a table
     return found
 
 

@@ -44,7 +44,7 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    return msgspec.json.encode(record, order="sorted") + b"\n"  # one .jsonl line, no Record
+    return msgspec.json.encode(record, order="sorted") + b"\n"  # a .jsonl line is no Record
 
 
 def main(arguments: list[str]) -> int:

@@ -63,7 +63,7 @@ class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def build(config: PreTrainedConfig, setup: Setup) -> Any:
     """The model in training mode; under fake tensors its weights take no memory."""
     made = deepcopy(config)
-    made.use_cache = False  # as Transformers' Trainer sets it
+    made.use_cache = False  # Transformers' Trainer sets it so
     kind = model_class(made)
     if setup.attention == "sdpa" and not kind._supports_sdpa:
         raise NotRunnable(f"{kind.__name__} of Transformers has no SDPA: eager or {FLASH}")

@@ -434,8 +434,8 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
-    those of the problem's CostModel, which all facades share."""
+    """What a method sees of costs: a problem's formulas, and the evaluation of whole plans.
+    `attributes`: those of the problem's CostModel, which all facades share."""
 
     __slots__ = ("_problem",)
 

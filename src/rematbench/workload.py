@@ -196,7 +196,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Documents per sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
-    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
+    # Why: docs/decisions/costs.md, Is an expert capacity modelled as an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts drop tokens above their capacity and are not padded up to it."""

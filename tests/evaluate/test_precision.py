@@ -165,7 +165,7 @@ def test_sdpa_takes_its_memory_efficient_kernel_where_it_can() -> None:
     assert simulated(system="torchtitan", model=grouped, **given).step_s
     with pytest.raises(RateError, match=r"attention 'fa2' in fp64: .* torchtitan take fp32"):
         simulated(system="torchtitan", **given | {"precision": "fp64"})
-    with pytest.raises(RateError, match=r"attention 'fa3' in fp32: the kernel takes 16 bits"):
+    with pytest.raises(RateError, match=r"attention 'fa3' in fp32: the kernel takes only 16 bits"):
         simulated(system="torchtitan", cluster="h100-80gb", attention="fa3", **given)
 
 

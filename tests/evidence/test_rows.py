@@ -219,7 +219,7 @@ def test_a_missing_line_says_two_different_things() -> None:
     norms = Rule(Select(activations=("attn_norm_out",)), windows)
     for plan in (one.base.with_rules(norms), plan_of(one.problem, "memo")):
         missing = flags_of(one.problem, plan, "megatron_core").missing
-        told = [re.fullmatch(r"\S+: (.*) \(there: (.*)\)", line) for line in missing]
+        told = [re.fullmatch(r"\S+: (.*) \(nearest: (.*)\)", line) for line in missing]
         pairs = [match.groups() for match in told if match]
         assert pairs
         assert not [pair for pair in pairs if pair[0] == pair[1]]

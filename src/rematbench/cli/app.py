@@ -16,10 +16,10 @@ from rematbench import __version__
 from rematbench.host.errors import UserError
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as in shells."""
+"""The exit code after Ctrl-C, the same as in shells."""
 UNSOUND = ("CheckError", "DeadlockError", "LedgerError")
-"""Names of errors of an unsound lowered plan, which is a bug in rematbench or in a method's file.
-Their modules are slow to import."""
+"""Names of the errors that an unsound lowered plan raises (a bug in rematbench or in a method's
+file).  The classes are not imported, because their modules load slowly."""
 
 
 def _version(value: bool) -> None:
@@ -77,7 +77,7 @@ WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
     "search": "rematbench.advise.search.rounds",
 }
-"""Modules that a command's worker processes import; this import starts before the command."""
+"""The module that a command's worker processes need; its import starts before the command."""
 
 
 class Late(TyperCommand):
@@ -161,10 +161,10 @@ def main() -> None:
         _mistyped(error, command)
     except UserError as error:
         _fail(command, str(error))
-    except BrokenPipeError:  # for example `head` has read enough
+    except BrokenPipeError:  # `head`, for example, has read enough
         sys.stderr.close()
         code = 0
-    except OSError as error:  # for example a full disk or an unreadable folder
+    except OSError as error:  # the disk is full, or a folder cannot be read
         _fail(command, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED

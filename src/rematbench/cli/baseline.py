@@ -61,7 +61,7 @@ def list_baselines() -> None:
 def check(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder of a baseline.")],
 ) -> None:
-    """Check a baseline's folder: its policy, its functions, its files; exit code 1 if one lacks.
+    """Check the policy, functions and files in a baseline's folder; exit code 1 if one is missing.
 
     \b
     Example:
@@ -74,7 +74,7 @@ def check(
     typer.echo(f"ok: {folder / 'plan.py'} has the policy {', '.join(found)}")
     lacks = [name for name in ("run.py", "stack.py") if not (folder / name).is_file()]
     if lacks:
-        raise CommandError(f"{folder} has no {' and no '.join(lacks)}: it is compared, but not run")
+        raise CommandError(f"{folder} has no {' and no '.join(lacks)}, so it cannot be run")
 
 
 def of_baseline(options: RunOptions) -> Request:
@@ -204,7 +204,7 @@ def finish_baseline(
 
 
 def show(record: Record, problem: Problem | None = None) -> None:
-    """Print a record; with `problem` also the speed that the GPU's step times give."""
+    """Print a record and, if `problem` is given, the speed computed from the GPU's step times."""
     seen, engine = record.measured, record.engine
     if seen is None or engine is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
@@ -233,7 +233,7 @@ def flags(
     run: RunOptions,
     baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
     whole: Annotated[
-        bool, Option("--whole", help="Also the arguments of the model (megatron_core).")
+        bool, Option("--whole", help="Also the model's arguments (megatron_core).")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -298,10 +298,10 @@ def broken_lines(flags: str) -> str:
 
 
 def remarks(answer: FlagsAnswer) -> Iterator[str]:
-    """What the options leave out, as lines of comments (printed to stderr beside JSON, which has no
-    comments)."""
+    """Comment lines that say what the options leave out (printed to stderr if the options are JSON,
+    which has no comments)."""
     yield from answer.remarks
     if answer.assumed:
         yield f"assumed, not set (no option): {', '.join(answer.assumed)}"
     for reason in answer.not_run:
-        yield f"these options are not run by {answer.baseline} here: {reason}"
+        yield f"{answer.baseline} cannot run these options here: {reason}"

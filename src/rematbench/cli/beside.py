@@ -12,7 +12,7 @@ from rematbench.workload import Quantised, Trained
 
 
 def without_recipe(run: RunOptions, method: str = "") -> Result | None:
-    """The run without its recipe; None if it has no recipe.  `method`: another method's name."""
+    """The run without its recipe; None if it has no recipe.  `method` replaces its method."""
     if run.problem["recipe"] == Quantised().recipe:
         return None
     own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
@@ -22,7 +22,7 @@ def without_recipe(run: RunOptions, method: str = "") -> Result | None:
 
 
 def beside(plain: Result, result: Result) -> str:
-    """A line with the run without the recipe (`plain`), and what the recipe changes."""
+    """A line on the run without its recipe (`plain`), and on what the recipe changes."""
     words = f"in {result.problem.workload.precision} without its recipe"
     before, after = plain.device_total_bytes, result.device_total_bytes
     if before is None:

@@ -72,7 +72,7 @@ def calibrate(
     ] = False,
     nbytes: Annotated[
         bool,
-        Option("--bytes", help="Published device bytes beside predicted ones; nothing is fitted."),
+        Option("--bytes", help="Compare published with predicted device bytes; nothing is fitted."),
     ] = False,
     force: Annotated[
         bool,
@@ -158,7 +158,7 @@ def _show_fit(start: Calibration, report: FitReport) -> None:
 MOST_ROWS = 20
 """The most rows of a calibration; with more rows, constants can be refitted instead."""
 LOGGED = {"source": "mine", "status": "ok"}
-"""Columns that only scoring needs, with the values that they have if a user's sheet lacks them."""
+"""Columns that only scoring needs, with the values that they get if a user's sheet lacks them."""
 SUFFIXES = (".yaml", ".yml")
 
 

@@ -39,7 +39,7 @@ def run_cells(
     store: STORE,
     bundle: Annotated[str, Option(metavar="NAME", help="Bundle: METHOD.NODESxGPUS.PART.")],
     output: Annotated[
-        Path, Option("-o", "--output", metavar="DONE.json", help="Where its manifest goes.")
+        Path, Option("-o", "--output", metavar="DONE.json", help="The bundle's manifest.")
     ],
     cluster: CLUSTER = "",
     job_id: Annotated[str, Option(metavar="ID", help="Slurm job id of this process.")] = "",
@@ -87,10 +87,10 @@ def cells(
     """Show how far a measurement has got: every cell and its state.
 
     With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
-    simulated; only GPU runs have times.  With --again, finished cells are forgotten so that the
-    next run starts them again, for example after a repair of the nodes or of the environment, which
-    no record can know of.  This deletes their records and, beside the store, the manifests of their
-    bundles and executed.csv.
+    simulated; only GPU runs have times.  With --again, the records of finished cells are deleted so
+    that the next run executes them again, for example after a repair of the nodes or of the
+    environment, which no record shows.  Beside the store, executed.csv and the manifests of their
+    bundles are deleted too.
 
     \b
     Example:

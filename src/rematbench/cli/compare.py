@@ -54,7 +54,7 @@ NARROW = 100
 """A terminal of fewer columns shows each part of a step on a line of its own."""
 
 MOST_PARTS = 3
-"""The most parts of the step in the table's cell (the CSV file has all)."""
+"""The most parts of the step that a cell of the table shows (the CSV file has all parts)."""
 
 
 @takes_problem
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0913, PLR0917  # every option is a parameter
         limit_s=limit,
     )
     printed = Ranking(console(), comparison, every=notes)
-    shipped()  # loaded while the workers' server imports
+    shipped()  # the bands are learnt while the workers' server imports modules
     comparison.quick()
     if not json:
         printed.table(comparison.results())
@@ -241,7 +241,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def safest(results: Sequence[Result]) -> str:
-    """The plan of a tie with most free device memory, in one line; empty if it is the fastest."""
+    """The tied plan with the most free device memory, in one line; empty if it is the fastest."""
     fitting = _distinct(results)
     tie = [result for result in fitting if result.tied or result is fitting[0]]
     if not tie:
@@ -298,7 +298,7 @@ def cells(result: Result, share: float, out: Console) -> list[str]:
 
 
 def banded(result: Result) -> str:
-    """A band's half-width, and the properties of the job that are outside of published rows."""
+    """A band's half-width, and the properties of the job that no published row has."""
     band = result.error_band
     return " ".join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
 

@@ -87,7 +87,7 @@ def host_bytes() -> int:
     """Physical memory of this machine in bytes; 0 where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # not a POSIX system
+    except (ValueError, OSError, AttributeError):  # the system is not POSIX
         return 0
 
 

@@ -79,7 +79,7 @@ def execute(  # noqa: PLR0913, PLR0917  # every option is a parameter
         other = Cell(against, asked.problem, method, method.plan(asked.problem, asked.base))
     how = How(device=kind, steps=steps, compare=bool(against), timed_steps=TIMED_STEPS)
     record = executed.run(cell, how, other, timeout_s=timeout, place=given, out=out)
-    if record is None:  # a launcher's process other than rank 0
+    if record is None:  # only rank 0 of a launcher's processes has a record
         return
     finish(record, asked, None if given else out, json)  # a launcher's process wrote the record
     found = record.measured.comparison if record.measured else None

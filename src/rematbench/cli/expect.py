@@ -30,8 +30,9 @@ def expect(
     A claim without its tables is NOT MADE.  --claim checks only the named claims; --searches
     compares only search results, which must equal the committed ones up to rounding.
 
-    \b Example: rematbench expect results/paper/tables results/expected rematbench expect
-    results/paper/tables results/expected --claim C1
+    \b
+    Example:
+      rematbench expect results/paper/tables results/expected --claim C1
     """
     if searches:
         for line in compare_folders(tables, expected):

@@ -25,14 +25,16 @@ def fit(
     method: Annotated[str, Option(metavar="METHOD", help="The method of the job.")] = IDENTITY,
     json: Json = False,
 ) -> None:
-    """Tell whether a model trains on GPUs: bytes by rank and kind, why, and what would fit.
+    """Tell whether a model fits on GPUs, with its bytes by rank and kind, and what would make it
+    fit.
 
     --cluster and --seq-len are needed; without --gpus the job has one GPU, and without
     --global-batch one micro-batch for each stage of the pipeline.  Exit code 0 if it fits, 1 if it
     does not.
 
-    \b Example: rematbench fit config.json --cluster a100-80gb --seq-len 4096 --system
-    huggingface-flash
+    \b
+    Example:
+      rematbench fit config.json --cluster a100-80gb --seq-len 4096 --system huggingface-flash
     """
     require({"model": config, "gpus": 1, "global_batch": 1, **facts})
     answer = estimate_job(job_of(config, facts), method, discover())

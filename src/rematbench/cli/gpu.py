@@ -44,7 +44,7 @@ Parts = Annotated[
     ),
 ]
 Where = Annotated[
-    Literal["cuda", "cpu"], Option(help="Device to run on; on cpu, times are not results.")
+    Literal["cuda", "cpu"], Option(help="Device to run on; times measured on cpu are no results.")
 ]
 
 
@@ -75,20 +75,19 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
     the allocator's peak against the ledger, seconds of a step.
 
-    Each part is a process with its own time limit, and writes each result at once: a crash
-    of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
-    writes them), on demand `baselines/`, `layers/` and `searched/`, a log of each part
-    and `summary.json`, written again after each part.  What these parts left
-    there before goes first (but `layers` and `searched` go on where they ended); what other parts
-    left stays and counts, and `summary.json` keeps how they ended.  Exit code 1 unless every part
-    ended well, every cell asked for has a record, and every claim holds (`layers` and
-    `searched` make none).
+    Each part is a process with its own time limit and writes each result at once, so a crash of one
+    part loses nothing of the others.  DIR gets `records/` (a file for each cell, as `execute`
+    writes it), a log of each part, `summary.json` (written again after each part) and, on demand,
+    `baselines/`, `layers/` and `searched/`.  A part first deletes its earlier results, but `layers`
+    and `searched` continue theirs; the results and the status of other parts stay.  Exit code 1
+    unless every part ended well, every requested cell has a record, and every claim holds
+    (`layers` and `searched` make no claims).
 
-    With --predict nothing is measured: the steps of `layers` (seconds, and bytes allocated,
-    reserved and pinned) are predicted into DIR/predictions.jsonl; with --part searched the suite's
-    jobs are searched, each for devices of several sizes, and the best plans predicted into
-    DIR/searched.jsonl.  Commit the file before the measurement, which takes no predictions of other
-    constants or plans.
+    With --predict nothing is measured.  The steps of `layers` (seconds, and bytes allocated,
+    reserved and pinned) are predicted into DIR/predictions.jsonl.  With --part searched, the
+    suite's jobs are searched for devices of several sizes, and the best plans are predicted into
+    DIR/searched.jsonl.  Commit the file before the measurement, which refuses predictions from
+    other constants or plans.
 
     \b
     Example:
@@ -96,7 +95,9 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
     """
     if first:
         if part and part[0] not in PREDICTIONS:
-            raise CommandError(f"--part {part[0]}: predictions exist for {', '.join(PREDICTIONS)}")
+            raise CommandError(
+                f"--part {part[0]}: predictions exist only for {', '.join(PREDICTIONS)}"
+            )
         need_folder("-o", output)
         _predict(part[0] if part else "layers", suite, output, anew=anew, processes=processes)
         return
@@ -107,7 +108,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
         suite=suite, output=output, device=device, only=tuple(only or ()), seconds=seconds
     )
     for name in names:
-        asked.check(name)  # before any part runs, an unreadable suite ends it
+        asked.check(name)  # an unreadable suite stops the command before any part runs
     if inside:
         for name in names:
             PARTS[name](asked)
@@ -119,7 +120,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
     ended = replace(summary, parts=tuple(ran for ran in summary.parts if ran.part in names))
     _show(ended, output, claims=claims)
     if device == "cpu":
-        typer.echo("this ran on a CPU: its times are not results")
+        typer.echo("this ran on a CPU, so its times mean nothing")
     if not (ended.sound if claims else ended.ended):
         raise typer.Exit(1)
 

@@ -46,7 +46,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
         """CommandError for an unknown quantity, or a target that is missing."""
         require_among([self.find], get_args(Question), ("", "--find", "quantity"))
         if self.find in ("rank", "base") and not work.partly:
-            raise CommandError(f"--find {self.find}: every weight trains; give --lora-rank")
+            raise CommandError(f"--find {self.find}: every weight trains, so give --lora-rank")
         if self.find == "gpus" and self.speed <= 0:
             raise CommandError("--find gpus: give the tokens/s of all GPUs with --speed")
         if self.find == "batch" and self.step <= 0:
@@ -54,7 +54,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
 
 
 def ask(out: Console, job: SearchJob, inverse: Inverse, run: Rounds) -> None:
-    """Print each value as soon as it is tried, then what is not tried and the answer; after Ctrl-C,
+    """Print each value as soon as it is tried, then what was left out and the answer; after Ctrl-C,
     the best so far and exit code 130."""
     request = job.request
     best: Answer | None = None

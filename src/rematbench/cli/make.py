@@ -15,7 +15,7 @@ def make(
     ] = None,
     every: Annotated[bool, Option("--list", help="List all targets with their inputs.")] = False,
 ) -> None:
-    """Make files of results/ from inputs that are there; Snakemake also makes the inputs.
+    """Make files of results/ whose inputs exist; Snakemake also makes missing inputs.
 
     \b
     Example:
@@ -31,5 +31,5 @@ def make(
         raise CommandError("give a TARGET, or use --list")
     chosen = [find_target(path) for path in paths or ()]
     once = {(target.name, *values.items()): (target, values) for target, values in chosen}
-    for target, values in once.values():  # one target may have several files
+    for target, values in once.values():  # several files may belong to one target
         typer.echo(target.make(values))

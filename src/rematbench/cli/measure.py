@@ -40,12 +40,12 @@ def measure(  # every option is a parameter
     ] = "cpu",
     timeout: Timeout = 300,
 ) -> None:
-    """Make committed records again; a record each.
+    """Make committed records again.
 
-    executed: the cells of a suite in processes here.  traced: one rank of each, on fake tensors.
-    points: baselines traced at the points of config/baseline_points.yaml.  agreement: our executor,
-    Megatron-core and DeepSpeed on the same weights and batches; their losses and gradient norms
-    must agree within 1e-5 (bf16: 1e-2).
+    executed: the cells of a suite, in processes on this machine.  traced: one rank of each cell, on
+    fake tensors.  points: baselines, traced at the points of config/baseline_points.yaml.
+    agreement: our executor, Megatron-core and DeepSpeed on the same weights and batches; their
+    losses and gradient norms must agree within 1e-5 (bf16: 1e-2).
 
     A record that says the same as before keeps its date, so that a second run changes no file.
 

@@ -59,7 +59,7 @@ def percents(text: str | float, maximum: float = 100) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= maximum:
-        raise BadParameter(f"{text!r} is not a percentage from 0 to {maximum:g}, as 1 or 1%")
+        raise BadParameter(f"{text!r} is not a percentage from 0 to {maximum:g}, such as 1 or 1%")
     return number
 
 
@@ -90,7 +90,7 @@ class RunOptions:
         Option(metavar="9,8,..", help="Number of layers in each of the pp x vpp chunks, in order."),
     ] = ""
     gpipe: Annotated[
-        bool, Option("--gpipe", help="All forwards before all backwards, instead of 1F1B.")
+        bool, Option("--gpipe", help="Run all forwards before all backwards, instead of 1F1B.")
     ] = False
     settings: Annotated[
         list[str] | None,
@@ -144,7 +144,7 @@ def takes_search(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the facts of a Job as options; it receives them as its first argument.
     Degrees that are not given are None, and the search tries their values."""
     tried = [field.name for field in fields(Fixed) if field.default is None]
-    note = "If given, the search keeps it."
+    note = "The search keeps a value that is given."
     return _with_options(command, _fact_options(tried, note), lambda given: given)
 
 
@@ -197,9 +197,9 @@ def _with_options(
     later = list(inspect.signature(command).parameters.values())[1:]
     extra = [_parameter(p.name, hints[p.name], p.default) for p in later]
     signature = inspect.Signature([*options, *extra])
-    run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
+    run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads the options from it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del run.__wrapped__  # inspect would show its signature instead
+    del run.__wrapped__  # otherwise inspect shows the signature of `command`
     return run
 
 
@@ -223,9 +223,9 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
             if kind is bool:
                 on = flag(name).replace("--no-", "--")
                 words = [f"{on}/--no-{on.removeprefix('--')}"]
-        elif kind is bool:  # a switch
+        elif kind is bool:  # typer makes a switch of it
             words, default = words or [flag(name)], False
-        elif field.required and default is None:  # None is a default, so typer does not say it
+        elif field.required and default is None:  # typer adds `required` only without a default
             text = f"{text.removesuffix('.')} (required)."
         option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
         hint = kind | None if default is None else kind

@@ -14,10 +14,10 @@ from rematbench.host.console import gib, plain, rounded
 from rematbench.host.table import GIB
 
 WIDE = 150
-"""A terminal with at least so many columns has room for long names."""
+"""The number of columns from which a terminal has room for long names."""
 
 LONGEST, SHORT = 48, 36
-"""The most characters of a name on one line, of a wide and of another terminal."""
+"""The most characters of a name on one line: on a wide terminal, and on a narrower one."""
 
 
 class Head(Struct, frozen=True):
@@ -30,7 +30,7 @@ class Head(Struct, frozen=True):
 
 
 def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
-    """Indices of the columns that stay: droppable columns go in order until the rest fits."""
+    """Indices of the columns that stay: columns are dropped by rank until the rest fits."""
     stay = list(range(len(heads)))
     early = sorted((i for i in stay if heads[i].given_up), key=lambda i: heads[i].given_up)
     while early and sum(widths[i] + gap for i in stay) - gap > room:
@@ -73,7 +73,7 @@ class PlanTable:
         return [head.text for i, head in enumerate(self.heads) if i not in self.kept]
 
     def not_shown(self, instead: str) -> str:
-        """Words on the columns that had no room; `instead`: the options that show them."""
+        """A sentence that names the columns without room; `instead`: the options that show them."""
         if not self.kept or not self.missing:
             return ""
         names = ", ".join(text.replace("\n", " ") for text in self.missing)
@@ -81,8 +81,8 @@ class PlanTable:
 
 
 def folded_name(text: str, methods: Iterable[str], out: Console) -> str:
-    """A name on one line, or on two that part where a method or a setting begins, as near to the
-    middle as possible; a plus inside a value stays."""
+    """A name on one line, or broken into two where a method or a setting begins, as near to the
+    middle as possible; a plus inside a value does not break it."""
     if len(text) <= (LONGEST if out.width >= WIDE else SHORT):
         return text
     names = "|".join(re.escape(name) for name in methods)
@@ -107,7 +107,7 @@ def summary(result: Result, layout: str = "") -> str:
 
 
 def initials(result: Result) -> str:
-    """The engines that run a plan, a letter each."""
+    """One letter for each engine that runs a plan."""
     return " ".join(engine[0].upper() for engine in result.runs_on) or "-"
 
 

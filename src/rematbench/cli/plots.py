@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Plot = Annotated[Path | None, Option(metavar="FILE.png", help="Draw the answer (png, pdf or svg).")]
 FORMATS = (".pdf", ".png", ".svg")
 MOST_BARS = 16
-"""How many rows have their steps drawn; the fastest come first."""
+"""The number of rows, the fastest first, whose steps are drawn."""
 LEAST_S = 1e-9
 """Parts of fewer seconds are not drawn: they are the rounding error of a difference."""
 
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def need_figure(path: Path | None) -> None:
-    """CommandError if a figure cannot be written, or has no known format."""
+    """CommandError if a figure cannot be written to `path`, or its format is unknown."""
     need_file("--plot", path)
     if path is not None and path.suffix.lower() not in FORMATS:
         raise CommandError(f"--plot {path}: expected a file of {', '.join(FORMATS)}")

@@ -37,7 +37,7 @@ def read(  # every option is a parameter
             "-o",
             "--output",
             metavar="DIR",
-            help="Where model and stack files are written (else beside the first FILE).",
+            help="Folder for model and stack files (default: the folder of the first FILE).",
         ),
     ] = None,
     variables: Annotated[
@@ -46,7 +46,7 @@ def read(  # every option is a parameter
     ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
     anyway: Annotated[
-        bool, Option("--anyway", help="Run it even if keys are unknown, without these.")
+        bool, Option("--anyway", help="Run the command without the keys that are unknown.")
     ] = False,
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.
@@ -79,7 +79,7 @@ def read(  # every option is a parameter
         raise CommandError(f"not run: unknown keys: {keys} (--anyway runs it without them)")
     if job.missing:
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
-    from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
+    from rematbench.cli.app import command_line  # noqa: PLC0415  # app imports this module
 
     command_line()(["simulate", *_words(job, output), "--notes"], standalone_mode=False)
 

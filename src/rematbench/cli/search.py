@@ -104,12 +104,12 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
 ) -> None:
     """Search all layouts and plans of a job: the fastest that fits, with a proved gap.
 
-    Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
-    are).  Plans are every method that is not a planner, in its grid, composed as `compare` does.
-    No plan of the space is faster than the first row by more than the gap.  The other rows are the
-    next of all layouts and compositions, each at the smallest share that fits.  Planners, whose
-    plans no bound covers, are solved last, at the layouts of the first rows; with --by-layer,
-    layers then move between stages, from the fastest plans on.  Ctrl-C prints the best so far.
+    The search tries every layout that the stack can run on these GPUs (degrees that are given stay
+    fixed) with every method that is not a planner, in its grid, composed as in `compare`.  No plan
+    of the space is faster than the first row by more than the gap.  The other rows are the next
+    fastest layouts and compositions, each at the smallest share that fits.  Planners, whose plans
+    no bound covers, are solved last, at the layouts of the first rows.  With --by-layer, layers of
+    the fastest plans then move between stages.  Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together

@@ -40,10 +40,10 @@ class SearchAnswer:
         self.results = [with_engines(item) for item in job.completed(at.results[:top])]
         self.not_shown = ""  # names the columns that had no room
         self.planned: list[Result] = []
-        self.without: dict[str, str] = {}  # planners without a plan that fits, and why
+        self.without: dict[str, str] = {}  # why planners have no plan that fits
         self.changes: list[str] = []
         self.simple: Result | None = None
-        self.alone: dict[str, Result | None] = {}  # the best of each package's own options
+        self.alone: dict[str, Result | None] = {}  # the best plan of each package's own options
 
     def table(self) -> None:
         if self.out is None:
@@ -129,8 +129,8 @@ class SearchAnswer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A line for each plan with every number.  Planners' plans and those tuned by layer have no
-        place and no bound: the proof does not cover them."""
+        """A row for each plan with every number.  Planners' plans and plans tuned by layer have
+        neither place nor bound, because the proof does not cover them."""
         apart = {"place": None, "bound_s": None}
         rows = [search_row(place, item) for place, item in enumerate(self.results, 1)]
         rows += [search_row(0, item) | apart for item in self.planned]

@@ -67,7 +67,7 @@ def show_assumed(out: Console, job: SearchJob) -> None:
 
 def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
     """Print the fastest plan, then the plans' table with the columns that have room; no cell is
-    cut.  Return words on the columns that had none."""
+    cut. Return a sentence that names the other columns."""
     if not results:
         return ""
     out.print(plain(f"FASTEST: {summary(results[0], where(results[0]))}"), style="bold")

@@ -30,9 +30,9 @@ from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01
-"""The smallest share of a step spent waiting for the host that is printed."""
+"""Waits for the host are printed if they take at least this share of the step."""
 MOST_NOTES = 3
-"""Notes that are printed without --notes."""
+"""The number of notes that are printed without --notes."""
 UNTIMED = "their time is not modelled, and may be several times the step"
 FRAGMENTS = (
     "fragmentation may exhaust memory late in the step (the verdict replays only the start of a "
@@ -165,8 +165,8 @@ def heading(problem: Problem) -> list[str]:
 
 
 def job_notes(problem: Problem) -> list[str]:
-    """Notes on a job: sizes that kernels round up, faster kernels, the stack's version and its
-    others."""
+    """Notes on a job: sizes that kernels round up, faster kernels, the stack's version and other
+    versions."""
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
@@ -247,7 +247,7 @@ def banner(result: Result) -> str:
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
-    """A table of more ways to count the use of the peak, and of the costs of the method."""
+    """A table of further ratios to the peak FLOP/s (MFU, HFU), and of the costs of the method."""
     problem = result.problem
     work = problem.workload
     tokens = problem.layout.global_batch * work.seq_len
@@ -315,8 +315,8 @@ def answer(
 
 
 def speed_lines(result: Result) -> list[str]:
-    """A line each of the step, the speed with its 80 % band, and the use of the peak; none if the
-    time is not modelled."""
+    """A line for each of the step, the speed with its 80 % band, and the MFU; none if the time is
+    not modelled."""
     evaluation, (low, high) = result.timed, result.band or (0.0, 0.0)
     if evaluation is None:
         return []

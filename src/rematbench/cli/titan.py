@@ -1,6 +1,6 @@
 """A plan as a torchtitan configuration (TOML), for `flags`.
 
-Source of keys: torchtitan, torchtitan/config/job_config.py of 2025-10; `read` takes them back
+Source of keys: torchtitan, torchtitan/config/job_config.py of 2025-10; `read` reads them
 (config/foreign/torchtitan.yaml).
 """
 

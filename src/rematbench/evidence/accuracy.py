@@ -43,7 +43,7 @@ OF_NODES: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Hashable]]] = {
 used the row, and which node or host rate the fitted constant belongs to."""
 # Why: docs/decisions/evidence.md, Are out-of-memory verdicts promised?
 FEWEST_OOMS = 50
-"""Verdicts are promised only if at least so many published cells ran out of memory."""
+"""Verdicts are promised only if at least this many published cells ran out of memory."""
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,8 +60,8 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cells that `rule` selects, scored together by one metric and its promised statistics.
     `reported`: statistics that are printed but not promised, each with a remark.
 
-    `sheet`: the sheet of results/published with the cells. `without_refused`: rows that a word
-    refuses do not count; a test counts them by sheet. `in_sample` names the part of the model
+    `sheet`: the sheet of results/published with the cells. `without_refused`: rows that are refused
+    for a word do not count; a test counts them by sheet. `in_sample` names the part of the model
     that these cells influenced although no constant was fitted to them.
     """
 
@@ -90,7 +90,7 @@ def load_accuracy() -> Accuracy:
     for group in found.groups:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
-                raise ConfigError(label, f"{group.name}: {name}", "missed, with no reason given")
+                raise ConfigError(label, f"{group.name}: {name}", "missed without a reason")
     return found
 
 
@@ -219,7 +219,7 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     """Absolute errors of a group's predictions (fitted cells excluded), and two references.
 
     `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
-    `left_out` is the mean error with constants that never saw the group's source.
+    `left_out` is the mean error with constants fitted without the group's source.
     """
 
     name: str
@@ -297,8 +297,8 @@ def validate(
     left_out: Mapping[str, float] | None = None,
 ) -> Report:
     """Score predicted rows (columns of their sheets and pred_*) by the groups of `accuracy`.
-    Groups of a sheet other than runs.csv are scored only if `rows` has rows of it.  `left_out`:
-    mean errors out of source, by group."""
+    Groups of a sheet other than runs.csv are scored only if `rows` has rows of it.  `left_out`: by
+    group, the mean error with constants fitted without its source."""
     own = {name: of_sheet(rows, name) for name in get_args(Sheet)}
     groups = [
         _group_report(g, own[g.sheet], calibration, left_out or {})
@@ -394,7 +394,7 @@ def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> 
     for row in cells:
         try:
             cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
-        except ConfigError:  # a user's row, whose status says what is wrong
+        except ConfigError:  # the status of a user's row says what is wrong
             continue
         owners |= {
             f"gpus.{cluster.generation}",
@@ -460,9 +460,9 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute error of every group of speeds with constants that never saw its source (refits
-    without it, or the shipped constants if none was fitted to it), over the cells to which the
-    shipped constants were not fitted.  Groups without such cells are left out."""
+    """Mean absolute error of every group of speeds with constants fitted without its source
+    (refits, or the shipped constants if none was fitted to it), over the cells to which the shipped
+    constants were not fitted.  Groups without such cells are left out."""
     found: dict[str, float] = {}
     for group in accuracy.groups:
         if group.metric != SPEED:

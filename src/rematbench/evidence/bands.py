@@ -1,4 +1,4 @@
-"""Bands of predicted speeds: their widths are learnt from errors of predictions out of source.
+"""Bands of predicted speeds, learnt from the errors of rows predicted without their source.
 
 A job is *outside* in a property (stack, GPU generation, cluster, scale in GPUs, context, shape,
 mechanisms) if no other source published a job like it.  The number of properties outside is the
@@ -71,10 +71,10 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 
 class Bands(Struct, frozen=True):
-    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover.
-    `properties`: by property, the half-width learnt from the rows that are outside in it, and the
-    number of their sources; `devices`, `experts`: errors under another generation's constants, and
-    errors of rows with experts."""
+    """Bands learnt from rows predicted without their source, and the range of jobs that the rows
+    cover.  `properties`: by property, the half-width learnt from the rows that are outside in it,
+    and the number of their sources; `devices`, `experts`: errors under another generation's
+    constants, and errors of rows with experts."""
 
     covered: Range
     pools: tuple[Pool, ...]

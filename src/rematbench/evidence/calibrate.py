@@ -184,7 +184,7 @@ def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> Fi
 
 def concerns(calibration: Calibration) -> Concerns:
     """A function that says whether a constant belongs to a row's GPU generation, network or stack,
-    so that a fit may change the row by it."""
+    so that changing the constant may change the row's step."""
 
     def concerned(name: str, row: Row) -> bool:
         cluster, system = load_cluster(row["cluster"]), load_system(row["system"])

@@ -87,8 +87,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
 
 def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decision]:
-    """A decision for each sweep of predicted rows, then for each sweep that appears only in the
-    rows out of source."""
+    """A decision for each sweep of predicted rows, then for each sweep that appears only in
+    `out_of_source`, the rows predicted without their source."""
     registry = discover()
     timed = [row for row in out_of_source if number(row, f"pred_{SPEED}")]
     unseen_sweeps = sweeps([{**row, "pred_status": "ok"} for row in timed])
@@ -156,7 +156,7 @@ def formula_share(row: Row, registry: Registry) -> float | None:
 
 
 COMPARED = ("regret", "left_out", "floor")
-"""The scores of a decision that are compared with each other, so over the same sweeps."""
+"""The scores of a decision that are compared, and therefore averaged over the same sweeps."""
 
 
 def mean_lines(judged: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:

@@ -1,6 +1,6 @@
-"""The pace at which the host issues the launches of a mixture of experts (seconds of a launch over
-those of a dense layer), fitted to its declared rows, and the errors of published rows with experts
-that are predicted without their source.
+"""The pace at which the host issues the launches of a mixture of experts (seconds of a launch,
+relative to a dense layer), fitted to its declared rows, and the errors of published rows with
+experts that are predicted without their source.
 
 config/calibration.yaml declares whole sources (`fit_experts`).  A row of one of them is predicted
 with the pace fitted to the others, every other row with the shipped pace

@@ -17,7 +17,7 @@ from rematbench.host.table import grouped
 from rematbench.inputs.constants import Calibration, FitRule, is_fit
 
 Concerns: TypeAlias = Callable[[str, Row], bool]
-"""Whether a constant (`section.entry.field`) may move a row."""
+"""Whether a constant (`section.entry.field`) may change a row's predicted step."""
 PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
 Logs: TypeAlias = NDArray[np.float64]
 
@@ -127,7 +127,7 @@ def fit(
 
 
 class StepFit:
-    """The FIT rows, the fitted constants that move them, and fits to any subset of the rows.
+    """The FIT rows, the fitted constants that affect them, and fits to any subset of the rows.
 
     The Jacobian is sparse: a constant of one cluster, stack or generation moves only the rows that
     ran there.

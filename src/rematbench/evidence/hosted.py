@@ -28,8 +28,8 @@ from rematbench.solve.state_pieces import placed
 
 HOSTED = "offloaded_states.csv"
 SERIAL, INTERLEAVED = "one after another", "interleaved"
-"""Tables of the sheet: whether pieces follow one another, or are interleaved with visits to the
-device (Deep Optimizer States)."""
+"""The sheet's tables: the host updates pieces one after another, or the device updates some pieces
+in between (Deep Optimizer States)."""
 AT_ONCE = 1e21
 """A host rate (parameters/s) so high that an update takes no time."""
 
@@ -69,13 +69,13 @@ def kind_of(case: PublishedCase) -> HostKind:
 
 def is_update_fitted(row: Row) -> bool:
     """Whether a host rate is fitted to a row: all states on the host, blocking copies of gradients,
-    no visits."""
+    and no pieces that the device updates."""
     return row["variant"] == "deepspeed_blocking" and float(row["host_ratio"]) == 1
 
 
 def is_host_fitted(row: Row) -> bool:
-    """Whether the `host_other_bytes` of a node is fitted to a row: its model is the node's
-    smallest."""
+    """Whether a node's `host_other_bytes` is fitted to this row, whose model is then as small as
+    the smallest of the node's rows."""
     return whole(row, "parameters") == _smallest()[node_file(row)]
 
 
@@ -115,7 +115,7 @@ def at_rate(case: PublishedCase, rate: float) -> PublishedCase:
 
 
 def timed(case: PublishedCase) -> PublishedCase:
-    """The case on a node with the fitted rate of its kind; as it is, where no rate is fitted."""
+    """The case on a node with the fitted rate of its kind; unchanged if no rate is fitted."""
     rate = fitted_rates().get(kind_of(case))
     return at_rate(case, rate) if rate else case
 

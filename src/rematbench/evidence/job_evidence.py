@@ -158,10 +158,11 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
-    """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `other_log_error` is the same error under the constants of another GPU generation (None:
-    that generation has no rates for a kernel of the row).  Rows of one job on one stack with the
-    same options have equal `sweep`; those with equal degrees and ZeRO stage, equal `layout` too."""
+    """A published row, predicted with constants fitted without its source.  `log_error` is
+    ln(predicted / published) of its speed; `other_log_error` is the same error under the constants
+    of another GPU generation (None: that generation has no rates for a kernel of the row).  Rows of
+    one job on one stack with the same options have equal `sweep`, and equal `layout` if their
+    degrees and ZeRO stages agree."""
 
     source: str
     job: JobProperties
@@ -321,9 +322,9 @@ NO_SPEED = frozenset(
 
 
 def published_stack(problem: Problem) -> str:
-    """The name of the shipped stack, with any of its options on, that has the speed facts and
-    constants of the problem's stack; "" if there is none.  Among several, a stack with published
-    rows is preferred, then the stack of the same name."""
+    """The name of a shipped stack that, with some of its options on, has the constants of the
+    problem's stack and equals it in all fields that affect speed; "" if there is none.  Among
+    several, a stack with published rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
     generation = problem.cluster.generation
     if problem.attention == "flash":

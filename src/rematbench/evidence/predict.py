@@ -33,7 +33,7 @@ from rematbench.problem import Problem
 SPEEDS = ("tokens_per_s_per_gpu", "step_s", "mfu_causal")
 BYTES = ("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes")
 PICKED = (*SPEEDS, *BYTES, "status", "evidence")
-"""Columns of a result's row that a prediction has under their own names."""
+"""Columns of a result's row that a prediction has as pred_NAME."""
 COLUMNS = tuple(
     f"pred_{name}"
     for name in (
@@ -43,7 +43,7 @@ COLUMNS = tuple(
 )
 """Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
 MORE = tuple(f"pred_{name}" for name in PRINTED)
-"""Further columns, of rows that print them."""
+"""Further columns, only for rows that print these values."""
 Cells = dict[str, Any]
 Progress = Callable[[int, int], None]
 Setting = tuple[tuple[Path, ...], Calibration | None]
@@ -96,7 +96,7 @@ def _read(row: Row, registry: Registry) -> PublishedCase | Cells:
 
 
 MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
-"""The count of FLOPs from whose TFLOP/s a row's tokens/s follow."""
+"""The FLOP count by which a row's TFLOP/s are converted to tokens/s."""
 
 
 def _speed(row: Row, case: PublishedCase) -> Cells:

@@ -11,8 +11,8 @@ spreads are the prior spreads of the same kinds of constants in a refit (evidenc
 noise is learnt from published stacks, each of the same weight, by expectation maximisation.
 
 The value of a calibration is measured on published stacks: for every (source, stack, cluster) with
-FEWEST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate predictions out of source, with
-a prior from the other sources.  Errors are measured on the rows that were not drawn.
+FEWEST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate predictions made without the
+source, with a prior from the other sources.  Errors are measured on the rows that were not drawn.
 """
 
 import math
@@ -48,7 +48,7 @@ SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 LATE = np.array([math.log(SLOW_HOST) * (name == "host") for name in SCALES])
 """The log scales, (scales,), at which the second tangent is taken; the first is taken at zero."""
 TURNS = 10
-"""Most ridge regressions from one start: a row between its two tangents can alternate."""
+"""The most ridge regressions from one start, because a row can alternate between its tangents."""
 
 
 class ScalePrior(Struct, frozen=True, kw_only=True):

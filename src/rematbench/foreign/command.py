@@ -199,7 +199,7 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         if text.isdigit() and int(text):
             reading.put(value, int(text), f"--{option}")
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
-    devices = first_value(options, "include", devices).rpartition(":")[2]  # as in localhost:0,1
+    devices = first_value(options, "include", devices).rpartition(":")[2]  # it may be localhost:0,1
     count = len([one for one in devices.split(",") if one.isdigit()])
     if count and not {"gpus", "gpus_per_node"} & reading.values.keys():
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")

@@ -38,8 +38,8 @@ ROTATING: dict[str, dict[str, Any]] = {
     "torchtitan-compiled": COMPILED,
     "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
 }
-"""Stacks without context parallelism, each with the facts that a job with it takes from the stack
-to the later stack that has it."""
+"""Stacks without context parallelism, each with the facts that a job with context parallelism
+carries over to the later stack that has it."""
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
 ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
 ALIKE += [("-a22b", ""), ("_", "-"), ("qwen2.5-7b", "qwen2-7b")]

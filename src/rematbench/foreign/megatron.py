@@ -408,7 +408,7 @@ def _vocabulary(reading: Reading, options: Options) -> None:
         reading.facts["vocab_multiple"] = whole(options[multiple][0], reading.file, f"--{multiple}")
     tokenizer = first_value(options, "tokenizer-type")
     if {"vocab-file", "merge-file"} & options.keys() and not tokenizer:
-        tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py
+        tokenizer = "GPT2BPETokenizer"  # pretrain_gpt.py has this default
     if "vocab" not in reading.values and tokenizer in VOCABULARIES:
         reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
 

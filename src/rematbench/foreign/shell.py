@@ -115,7 +115,7 @@ def options_of(words: list[str]) -> Options:
         elif re.match(r"--\w", word):
             name, equals, value = word[2:].partition("=")
             values = options[name] = [value] if value else []
-            values = [] if equals else values  # `--name=value` has one
+            values = [] if equals else values  # `--name=value` has exactly one value
         else:
             values.append(word)
     return options
@@ -242,7 +242,7 @@ def _tested(script: Script, node: Node, source: str) -> bool | None:
     if node["Type"] == "BinaryTest":
         return _compared(script, node, source)
     value = _tested(script, node["X"], source)
-    if sign is None or sign in ("-n", "-z"):  # brackets, or a test of a text's length
+    if sign is None or sign in ("-n", "-z"):  # these are brackets, or a test of a length
         return value == (sign != "-z")
     return not value if sign == "!" and value is not None else None
 

@@ -33,7 +33,7 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
             text = "activations on the host without checkpointing are not modelled"
             reading.refused.append(f"enable_activation_offloading: {text}")
     read_adapters(reading, _adapters(reading, _section(data, "model")))
-    if reading.get("tp", 1) > 1:  # output: ColwiseParallel(output_layouts=Replicate())
+    if reading.get("tp", 1) > 1:  # the output's layout is Replicate()
         reading.refused.append(f"tensor_parallel_plan: {WHOLE_LOGITS}")
     for key in ("custom_sharded_layers", "memory_efficient_fsdp_wrap"):
         if not is_off(data.get(key)):

@@ -50,4 +50,4 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # the status that a shell reports for a signal
+    raise SystemExit(128 + number)  # a shell reports this status for a signal

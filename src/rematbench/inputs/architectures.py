@@ -22,10 +22,10 @@ class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys that say which layers have experts.  Dense are the first layers (as many as the key
-    `after` says), the layers after the one in the key `until`, and those that the key `but` lists.
-    Of the others, those whose number (from 1) is a multiple of the key `every` have experts.  The
-    key `mlp_layer_types`, which gives the kind of each layer, takes precedence."""
+    """The keys that say which layers have experts.  The first layers (as many as the key `after`
+    says), the layers after the one in the key `until` and those in the list `but` are dense.  Of
+    the others, those whose number (from 1) is a multiple of the key `every` have experts.  The key
+    `mlp_layer_types`, which gives the kind of each layer, takes precedence."""
 
     after: str = ""
     until: str = ""

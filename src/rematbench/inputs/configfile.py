@@ -26,9 +26,9 @@ T = TypeVar("T", bound=Struct)
 _KINDS = ("source", "fitted", "assumed")
 """The keys that may state the origin of a value."""
 ASSUMED = "assumed: "
-"""Start of the source of a value that nobody has read: it is the usual one."""
+"""Start of the source of a value that is only the usual one, because no source states it."""
 FEW = 8
-"""An error names all allowed words if there are at most so many and none is similar."""
+"""An error names all allowed words if there are at most this many and none is similar."""
 
 
 class ConfigError(UserError):
@@ -55,7 +55,7 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 def _sequence(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)  # at once: a list in itself is then an error
+    return loader.construct_sequence(node, deep=True)  # so a list inside itself is an error
 
 
 def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -85,7 +85,7 @@ for each in (_Loader, _ShippedLoader):
 
 def closest(word: str, allowed: Iterable[str]) -> str:
     """A did-you-mean clause for `word`; empty if no allowed word is similar.  Case is ignored.
-    Preferred are words that begin with `word`, then words with the same text before a hyphen."""
+    Words that begin with `word` are preferred, then words with the same text before a hyphen."""
     by_lower = {name.lower(): name for name in sorted(allowed, reverse=True)}
     low = word.lower()
     longer = sorted(name for name in by_lower if low and name.startswith(low))
@@ -108,8 +108,8 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
 def require_among(
     names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
 ) -> None:
-    """ConfigError for the first of `names` that is not in `allowed`, with the closest allowed name
-    or the few that there are.  `where`: (file, key, the word for a named thing, as `problem`)."""
+    """ConfigError for the first of `names` that is not in `allowed`, with the closest allowed name,
+    or all of them if they are few.  `where`: (file, key, kind of the named things)."""
     label, key, kind = where
     for name in names:
         if name not in allowed:
@@ -284,7 +284,7 @@ def validation_problem(message: str, kind: type) -> tuple[str, str]:
 
 def _with_allowed(problem: str, field: FieldInfo) -> str:
     """A problem of a field's value, followed by the values that the field allows."""
-    if "matching regex" in problem:  # the pattern of a list of words between commas
+    if "matching regex" in problem:  # the pattern describes a list of words
         words = dict.fromkeys(re.findall(r"\w+", problem.partition("regex ")[2]))
         return f"expected some of {', '.join(words)} between commas"
     allowed = ", ".join(map(str, _values(field.type)))

@@ -28,7 +28,7 @@ FEATURES = (
 )
 DEGREES = ("tp", "cp", "dp", "pp")
 WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
-"""Fields with bytes per parameter in a tensor of a single dtype."""
+"""Fields that give bytes per parameter of a tensor with a single dtype."""
 DTYPES = (1, 2, 4)
 """Bytes per element of the dtypes used in training."""
 GRADIENTS = (*DTYPES, 6)
@@ -82,7 +82,7 @@ def check_model(model: Model, label: str) -> None:
     contradictions = {
         "pre_norm": (
             not model.pre_norm and (not model.post_norm or model.block != "sequential"),
-            "false: needs post_norm: true and block: sequential",
+            "false needs post_norm: true and block: sequential",
         ),
         "head_bias": (
             model.head_bias and model.tied_embeddings,
@@ -111,12 +111,12 @@ def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
     rotary = model.position == "rope" and model.rotary_share == 1.0
     return {
         "head_dim": (model.head_dim != given.qk, f"must be nope + rope = {sizes}"),
-        "num_kv_heads": (model.num_kv_heads != model.num_heads, "must be num_heads with latent"),
-        "block": (model.block != "sequential", f"{model.block} with latent is not modelled"),
-        "position": (not rotary, "must be rope on the columns `rope` with latent"),
-        "qk_norm": (model.qk_norm, "true with latent is not modelled"),
-        "attention_sinks": (model.attention_sinks, "true with latent is not modelled"),
-        "latent": (any(index) and not all(index), "an indexer has index_heads, _dim and _top"),
+        "num_kv_heads": (model.num_kv_heads != model.num_heads, "must equal num_heads with MLA"),
+        "block": (model.block != "sequential", f"{model.block} with MLA is not modelled"),
+        "position": (not rotary, "must be rope with MLA, on the columns `rope`"),
+        "qk_norm": (model.qk_norm, "true with MLA is not modelled"),
+        "attention_sinks": (model.attention_sinks, "true with MLA is not modelled"),
+        "latent": (any(index) and not all(index), "set all of index_heads, index_dim, index_top"),
     }
 
 
@@ -225,7 +225,7 @@ def contradictions(system: System) -> Iterable[tuple[str, str]]:
         yield "bucket_bytes", f"{zero.bucket_bytes} {problem}"
     hosts = system.host.host_gradients
     if max(system.accepts.pipeline_zero_stages) > 1 and (zero.whole_buckets or hosts):
-        problem = "2 and 3 are those of FSDP2, without whole_buckets and host_gradients"
+        problem = "2 and 3 (FSDP2) exclude whole_buckets and host_gradients"
         yield "pipeline_zero_stages", problem
     if zero.prefetch_elements and (zero.data_parallel == "fsdp" or not zero.live_elements):
         problem = "needs data_parallel: zero and live_elements"

@@ -40,5 +40,5 @@ def pointer(package: str, file: str) -> str:
     """The part of an error that names the package and the command that reads its file."""
     named = f"{'an' if package[0] in 'aAE' else 'a'} {package} configuration"
     if package in REFUSED:
-        return f"{named}, which is not read: give its values as options"
+        return f"{named}, which is not read; give its values as options"
     return f"{named}; read it with: rematbench read {file}"

@@ -135,11 +135,12 @@ def _unmodelled(kind: str, data: Config) -> str:
     not suggested, because reading the config as another architecture would drop features."""
     known = sorted(name for name in architectures() if not name.startswith("."))
     has = dict.fromkeys(words for key, words in common().features.items() if _at(data, key))
-    why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
+    why = f" because it has {' and '.join(has)}" if has else ""
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
     own = "" if "block_configs" in data else OWN_FILE  # model files have no layers of other widths
-    return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){own}"
+    listed = f" (config/architectures.yaml has the {len(known)} modelled architectures)"
+    return f"{kind!r} is not modelled{why}{typed}{listed}{own}"
 
 
 def _at(data: Config, key: str) -> Any:
@@ -203,12 +204,12 @@ class _Reader:
         if experts.get("count", 0) <= 1 or len(dense) == len(layers):
             return rest
         for field, value in experts.items():
-            if isinstance(value, list):  # of each layer
+            if isinstance(value, list):  # it has a value for each layer
                 if len(set(value)) > 1:
                     key = self.known.keys[f"experts.{field}"]
                     raise Unmodelled(str(key), "experts that differ from layer to layer")
                 experts[field] = value[0]
-        if "shared_units" in experts:  # a number of experts that every token passes
+        if "shared_units" in experts:  # the key counts the shared experts
             experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 

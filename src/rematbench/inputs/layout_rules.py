@@ -89,7 +89,7 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> Iterator[s
     if narrow or lay.tp_columns > 1:
         yield f"{words} with a narrow embedding or with tp_columns"
     if model.tied_embeddings and inside:
-        yield f"{words} on a rank between those of tied embeddings"
+        yield f"{words} on a rank between the ranks that hold tied embeddings"
     if alone:
         yield "pp must be larger than 1 when enabling ep_overlap with MTP layer (Megatron-core)"
 

@@ -150,7 +150,7 @@ FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
 what they read (`attention: eager` means torch's, whereas `unfused` has a softmax kernel)."""
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
-    "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
+    "cluster": ("slurm",),  # rematbench.worlds.slurm.settings reads it
     "system": ("aliases", "rows", "version_of"),
 }
 """Keys that say how a file is found or used; files that name it as their base do not inherit

@@ -1,5 +1,5 @@
 """The rules of layers that share weights, of memory layers, and of matrices that are split in both
-dimensions.  Refusals of what is not modelled still state the number of parameters."""
+dimensions.  The refusal of an unmodelled job still states its number of parameters."""
 
 from collections.abc import Iterator
 

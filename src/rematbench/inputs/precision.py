@@ -72,8 +72,8 @@ def of_trained(system: System, work: Trained, zero_stage: int) -> System:
 def with_optimizer(system: System, kind: OptimizerKind | None) -> System:
     """The stack with another optimizer in place of Adam; master weights stay.
 
-    Adam and Lion in 8 bits have one byte per state (bitsandbytes, optim/optimizer.py; not counted
-    are the scales of blocks of 256, 1.6 %, and the 8-byte states of tensors below 4,096 elements).
+    Adam and Lion in 8 bits have one byte per state (bitsandbytes, optim/optimizer.py; the scales of
+    blocks of 256, 1.6 %, and the 8-byte states of tensors below 4,096 elements are not counted).
     Adam in 4 bits is that of torchao, optim/subclass_4bit.py.  Adafactor keeps sums of rows and
     columns (Shazeer & Stern 2018), which count as 0 bytes per parameter.  Lion, SGD with momentum
     and Muon have one state as wide as Adam's moments (Muon updates embedding and head with Adam,
@@ -103,11 +103,11 @@ def _states(system: System, width: int) -> tuple[int, int, int]:
         system.states.late_state_bytes,
     )
     own = system.states.param_bytes
-    if states == 2 * own:  # moments of the parameters' dtype
+    if states == 2 * own:  # the moments have the parameters' dtype
         return 2 * width, scratch * width // own, late * width // own
     if own < FP32 and states >= ADAM:
         states -= MASTER
-    if own > FP32:  # already those of fp64
+    if own > FP32:  # the states are fp64 already
         return states, scratch, late
     return states * width // FP32, scratch * width // FP32, late * width // FP32
 
@@ -140,7 +140,7 @@ def attention_problem(system: System, model: Model, precision: Precision, backen
         return ""
     named = f"attention {backend or system.kernels.attention!r} in {precision}"
     if backend:
-        return f"{named}: the kernel takes 16 bits"
+        return f"{named}: the kernel takes only 16 bits"
     takes = system.accepts.wide_attention
     if takes in ("fp64", precision):
         return ""

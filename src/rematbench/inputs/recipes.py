@@ -132,8 +132,8 @@ def untimed(work: Work, generation: str) -> str:
 
 
 def with_recipe(system: System, work: Work) -> System:
-    """The stack with the bytes of gathers of quantised parameters.  Deviation: embedding, head and
-    norms, which stay in 16 bits, are counted in the width of the linears."""
+    """The stack with the bytes that gathers of quantised parameters send.  Deviation: embedding,
+    head and norms, which stay in 16 bits, are counted in the width of the linears."""
     recipe = recipe_of(work)
     if recipe is None or not work.fp8_params or recipe.wide_gather:
         return system

@@ -27,7 +27,7 @@ from rematbench.workload import Precision
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 GPU_NAME = re.compile(r"^NVIDIA ")
-"""The maker's name before that of the GPU."""
+"""The maker's name in front of the GPU's name."""
 NOTABLE = 3
 """Percent of a step's seconds; gains of less than this are not counted in words."""
 DEVICE = re.compile(r'"device": ?"NVIDIA (\w+)')

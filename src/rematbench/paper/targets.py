@@ -85,7 +85,7 @@ class Target(Struct, frozen=True, kw_only=True):
         return f"{module_digest(self.module, methods)} {facts()} {self.content(values)}"
 
     def make(self, values: Values) -> str:
-        """Make the target; a line on it.  CommandError for a missing input."""
+        """Make the target and return a line on it.  CommandError for a missing input."""
         output = self.outputs[0].format(**values)
         if self.table is not None:
             suite, folder = values.get("suite", catalog.PAPER), Path(output).parent

@@ -90,7 +90,7 @@ def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[s
             for engine, rows in ROWS.items():
                 yield from _engine(engine, precision, rows, device).items()
         return
-    discover()  # once, before threads ask for it
+    discover()  # the threads need the methods
     baselines()
     asked = [
         (engine, precision, [row], device)

@@ -93,7 +93,7 @@ def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
     plan = method.plan(cell.problem, cell.base) if against else cell.plan
     other = Cell(against, cell.problem, method, plan, cell.base) if against else None
     made = run(cell, how, other, timeout_s=600.0)
-    assert made is not None  # of a process that no launcher started
+    assert made is not None  # only a rank of a launcher can have no record
     return made
 
 

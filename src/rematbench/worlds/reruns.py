@@ -54,7 +54,7 @@ def differences(rerun: Record, committed: Record) -> list[str]:
     both = bool(rerun.measured) and bool(committed.measured)
     new, old = (_compared(record, measured=both) for record in (rerun, committed))
     bound, found = BOUNDS[rerun.spec.precision], []
-    for name in (name for name in old if name in new):  # counts show parts that are missing
+    for name in (name for name in old if name in new):  # the compared counts show missing parts
         now, then, of_step = new[name], old[name], name.endswith(":")
         if now != then and not (of_step and abs(now - then) <= bound * abs(then)):
             found.append(f"{name} {_difference(now, then)}{f' (bound {bound:g})' * of_step}")

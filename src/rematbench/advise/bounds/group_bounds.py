@@ -260,7 +260,7 @@ class GroupBounds(LayoutGroup):
         if isinstance(floors, Refused):
             return None
         lean, host_bytes = self.stored(candidate, floors)
-        cut = candidate.whole != candidate  # pieces change temporary bytes
+        cut = candidate.whole != candidate  # transient bytes differ in pieces
         peak_bytes = peak_bound(self.columns, lean) if cut else self._above(lean, None)
         device = self.wide(
             candidate, peak_bytes - self.rounding_bytes(candidate) - self.usable_bytes

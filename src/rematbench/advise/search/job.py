@@ -199,7 +199,7 @@ class SearchSpace:
         return False
 
     def job(self, choice: LayoutChoice) -> PlannedJob:
-        """The job of a layout, with the words of its command if a command can express it."""
+        """The job of a layout, with its command-line options if options can express it."""
         problem = self.problem(choice)
         return PlannedJob(
             problem=problem, base=choice.base(problem.base_plan), words=self._words(choice)

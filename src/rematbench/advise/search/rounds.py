@@ -324,8 +324,8 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def place_of(result: Result) -> Hashable:
-    """A key that is equal for plans with the same layout, the same layers on each rank and the same
-    places of optimizer states."""
+    """A key that is equal for plans with the same layout, the same layers on each rank, the same
+    exchange between experts and the same places of optimizer states."""
     problem, system = result.problem, result.problem.system
     pieces = result.plan.state("optimizer").pieces if result.plan else None
     chosen = (system.host.optimizer_on_host, system.experts)

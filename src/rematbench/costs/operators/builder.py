@@ -163,7 +163,7 @@ class Builder:
         model = self.model
         in_wide = model.norm_offset or model.norm_in_fp32
         scaled = elements * (wide if in_wide else self.e) * model.norm_weight
-        scaled *= 2 if model.norm == "layernorm" else 1  # LayerNorm also saves x minus its mean
+        scaled *= 2 if model.norm == "layernorm" else 1  # LayerNorm also saves x - mean
         sizes = {"wide": elements * wide} if self.e < FP32 else {}
         sizes |= {"root": groups * wide} | ({"scaled": scaled} if scaled else {})
         return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())

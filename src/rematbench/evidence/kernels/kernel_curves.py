@@ -47,7 +47,7 @@ from rematbench.inputs.kernel_rates import (
 )
 
 AT_BOUND = 1e-4
-"""The share of a parameter's start within which the parameter is at its bound."""
+"""A parameter is set to its bound if it is nearer than this share of its start value."""
 
 
 def solve(
@@ -330,7 +330,7 @@ def seconds(row: KernelRow) -> float:
         return figure.value
     once = ONCE.get((row.what, row.shape.get("pass", "")))
     if figure.quantity != "bytes_per_s" or once is None:
-        raise KernelError(f"kernels.csv line {row.line}: no seconds in {row.unit}")
+        raise KernelError(f"kernels.csv line {row.line}: {row.unit} cannot be converted to seconds")
     return once * elements(row) / figure.value
 
 

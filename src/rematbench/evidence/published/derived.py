@@ -43,7 +43,7 @@ def every_cell() -> list[Cell]:
 
 
 def bundles(cells: Iterable[Cell], registry: Registry) -> dict[str, list[Cell]]:
-    """Cells by bundle."""
+    """The cells of each bundle, by its name."""
     return grouped((bundle_of(cell, registry), cell) for cell in cells)
 
 

@@ -65,7 +65,9 @@ def whole(row: Row, column: str, default: int | None = None, least: float = 1) -
         return default
     value = _number(column, cell)
     if value != int(value) or value < least:
-        raise RowError("failed", f"column {column}: {cell!r} is not a positive whole number")
+        raise RowError(
+            "failed", f"column {column}: {cell!r} is not a whole number of at least {least:g}"
+        )
     return int(value)
 
 
@@ -334,7 +336,7 @@ def _ranks(row: Cell) -> str:
 
 
 FEWEST_BYTES = 1 << 20
-"""Peaks of fewer bytes are numbers of another unit."""
+"""A peak of fewer bytes was written in another unit."""
 
 
 def _in_range(column: str, cell: str) -> str:

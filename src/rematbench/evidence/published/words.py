@@ -47,13 +47,13 @@ class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     split: str = "[,;:]"
     """What separates words.  Words in parentheses are details of the words before them."""
     matters: str | None = None
-    """An unknown word is refused if this expression matches in it (none: if it is no detail)."""
+    """An unknown word is refused if this expression matches in it (None: unless it is a detail)."""
     refused: str = ""
     """The reason for a refusal (empty: the unknown word itself)."""
     of_model: bool = False
     """Whether unknown words are ignored for a model whose file is shipped."""
     inside: dict[str, str] = {}
-    """Where the words are a part of another column: its name, and the expression of that part."""
+    """If the words are a part of other columns: each column, and the expression of the part."""
     missing: str = ""
     """The words are read only if this column is empty."""
     without: dict[str, Meaning] = {}

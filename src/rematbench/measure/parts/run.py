@@ -35,8 +35,8 @@ ON_DEMAND = {
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: steps of real packages, and by turns
-the steps of methods and the plans of a search."""
+"""Seconds that each part on request may take: the steps of real packages and, by turns, the steps
+of methods and the plans of a search."""
 ENDS_S = 25.0
 """Seconds between the planned end of a part's last turn and the limit of the part."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {

@@ -58,7 +58,7 @@ class TurnResult(NamedTuple):
 class Turns:
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
         """`state` reads the GPU's state."""
-        torch.set_num_threads(1)  # as in a rank's process
+        torch.set_num_threads(1)  # a rank's process has one thread
         self.device, self.state = device, state
         self.parameters: dict[str, Parameter] = {}
         self.whose: object = None
@@ -96,7 +96,7 @@ class Turns:
         clock = make_streams(self.device).clock
         stop = clock()
         run.issue_step()
-        state = self.state()  # while the device works
+        state = self.state()  # the device still works
         warm_s = stop()
         steps, issued = [], []
         for _ in range(max(1, min(MAX_STEPS, math.ceil(TIMED_S / warm_s)))):

@@ -1,1 +1,1 @@
-"""A file for each kind of target that is no table: `build` makes it from its inputs."""
+"""A file for each kind of target other than tables; `build` makes the target from its inputs."""

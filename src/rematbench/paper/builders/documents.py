@@ -20,12 +20,12 @@ from rematbench.paper.tables.claims import in_short
 MARKED = re.compile(r"(?<=<!-- from: )(\w+) -->\n\n(.*?)\n\n(?=<!-- end -->)", re.DOTALL)
 PLACES = ("*.md", "docs/*.md")
 WIDTH = 110
-"""Letters of a line."""
+"""The width of a line in characters."""
 
 
 def write_documents(root: Path, tables: Path) -> list[str]:
     """Write every marked text of the documents of a checkout anew, from the tables of a folder;
-    return the names of the documents that changed.  A text whose table is not there stays.
+    return the names of the documents that changed.  A text whose table is missing stays as it is.
     ConfigError for a marker without a text or table of its name."""
     changed = []
     for path in sorted(path for place in PLACES for path in root.glob(place)):

@@ -17,7 +17,7 @@ from rematbench.paper.studies.published_sweeps import searched_sweeps
 
 Line = Mapping[str, Any]
 FIGURE = "Figure 9"
-"""The published layouts that are set beside the best of a search."""
+"""The table whose published layouts are compared with the best of a search."""
 PREDICTED = (
     *CONFIGURATION,
     *SCORED,

@@ -37,13 +37,13 @@ PICKED = (
     *("status", "reason", "name", *LAYOUT, "global_batch", "partition", "run_with"),
     *("reserved_bytes", "usable_bytes", "host_node_bytes", *ROOMS[:2]),
 )
-"""Columns of a result that a line has."""
+"""Columns of a result that every line has."""
 TIMED = (*SPEEDS, "recompute_flop", "offload_bytes")
 """Further columns of a result that fits."""
 
 Line = dict[str, Any]
 Cell = tuple[Line, Result | None]
-"""A line with the result that it is picked from (None: no layout of the cell fits the arm)."""
+"""A line with the result that it was made from (None: no layout of the cell fits the arm)."""
 
 
 def run_matrix(

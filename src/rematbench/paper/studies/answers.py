@@ -152,7 +152,7 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 
 
 def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
-    """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
+    """A simulated run as an answer; a plan that does not fit has the numbers of a larger device."""
     evaluation, plan = result.evaluation, result.plan
     if evaluation is None or plan is None:
         return replace(blank, status=result.status, reason=result.reason)

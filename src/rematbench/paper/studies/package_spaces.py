@@ -30,7 +30,7 @@ class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Jobs, and the spaces to search for each job.  `within`: the gap that each search proves, as a
-    share of the best step; `most_rounds`: the rounds after which it ends all the same."""
+    share of the best step; `most_rounds`: the rounds after which it ends without this proof."""
 
     within: Fraction
     most_rounds: PositiveInt = 60

@@ -54,7 +54,7 @@ def searched_sweeps(
             "gap": end.gap,
             "simulations": end.simulations,
             **job.best_row(best),
-            **said,  # last, because best_row names the job in other words
+            **said,  # last, because best_row has other names of the job
         }
 
 

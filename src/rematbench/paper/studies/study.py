@@ -30,7 +30,7 @@ Ask = Literal[
 
 
 class OpenDegrees(Degrees, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees whose global batch the layouts of a workload may give."""
+    """Degrees whose global batch may instead be given by the layouts of a workload."""
 
     global_batch: PositiveInt = 1
 

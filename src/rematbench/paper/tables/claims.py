@@ -90,8 +90,8 @@ def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
 
 # Why: docs/decisions/paper.md, Which question counts for a claim?
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number after
-    the headline that is not comparable does not change the verdict."""
+    """The verdict of one claim, one of CLAIM_VERDICTS, from its PRIMARY and BESIDE lines.  BESIDE
+    lines that are not comparable do not change it."""
     headline, beside = (
         [_agrees(line["verdict"]) for line in lines if line["asked"] == word]
         for word in (PRIMARY, BESIDE)
@@ -264,7 +264,7 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
-    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
+    safe = [cell for cell in told if cell["safe"]]  # `told` lacks rows without an outcome
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = StudyAnswer(

@@ -1,4 +1,4 @@
-"""What FP8 buys: published steps beside steps of the same job in bf16, and ours."""
+"""The gain of FP8: published steps against bf16 steps of the same job, and our predictions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, combinations

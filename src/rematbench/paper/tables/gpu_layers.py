@@ -46,7 +46,7 @@ def build(runs: list[Path], suite: Path) -> list[Table]:
             if row["step_s"] or not found.get(row["cell"], {}).get("step_s"):
                 found[row["cell"]] = row
     if not found:
-        raise CommandError("the runs have no turn of a cell (layers/*.jsonl)")
+        raise CommandError("no run has measured a cell (layers/*.jsonl)")
     problems = [problem.name for problem in asked.problems]
     order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
     rows = [found[name] for name in order if name in found]

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 def build(runs: list[Path]) -> list[Table]:
     plans = searched_plans(runs)
     if not plans:
-        raise CommandError("the runs have no turn of a plan (searched/*.jsonl)")
+        raise CommandError("no run has measured a plan (searched/*.jsonl)")
     return [advice_table(advice_rows(plans)), searched_table(plans)]
 
 

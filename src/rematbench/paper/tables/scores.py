@@ -107,9 +107,9 @@ def score_tables(
     accuracy: Accuracy,
     unseen: Sequence[Row] = (),
 ) -> list[Table]:
-    """The tables of `rematbench validate`.  `unseen`: published rows predicted out of source.
-    Without them, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the tables of
-    evidence, regret and calibration are left out."""
+    """The tables of `rematbench validate`.  `unseen`: published rows predicted without their
+    source.  Without them, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the
+    tables of evidence, regret and calibration are left out."""
     runs = of_sheet(rows, RUNS)
     cells = left_out_cells() if unseen else ()
     judged = decisions([*runs, *of_sheet(rows, MORE)], unseen)
@@ -125,8 +125,8 @@ def score_tables(
 
 
 def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) -> str:
-    """A sentence with two means of errors out of source: over the groups of the accuracy table, and
-    over the sources of config/left_out.csv, which also has rows outside the groups."""
+    """A sentence with two mean errors of predictions fitted without the row's source: over the
+    groups of the accuracy table, and over config/left_out.csv, which also has other rows."""
     sources = left_out_by_source(unseen)
     return (
         f"Left out: {percent(fmean(left_out.values()))} % on average over {len(left_out)} groups, "
@@ -236,8 +236,8 @@ def decision_table(judged: Sequence[Decision]) -> Table:
 
 
 def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
-    """Errors by the job property that no other source published.  A row counts at ALL, and at each
-    of its properties outside, or at NOTHING if it has none."""
+    """Errors by the job property that no other source published.  A row counts in the line ALL, and
+    in the lines of its properties outside, or in NOTHING if it has none."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
     bands = {

@@ -1,5 +1,5 @@
-"""The table of systems of the literature: what of each runs here, in which worlds, and how far our
-values are from published ones; or why nothing of it runs."""
+"""The table of systems of the literature: which parts of each run here, in which worlds, and how
+far our values are from published ones; or why nothing of it runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +71,7 @@ def _row(
     here = [name for name in system.methods if name in discover().methods]
     planned = ", ".join(here) or system.runs
     if not planned and not system.without:
-        raise ConfigError(label, system.name, "nothing of it runs here: say why in `without`")
+        raise ConfigError(label, system.name, "no part of it runs here, so say why in `without`")
     counts = {
         world: sum(not names.isdisjoint(here) for names in ran[world]) or None for world in WORLDS
     }

@@ -26,7 +26,7 @@ def build(executed: list[Path], traced: list[Path], retraced: Path) -> list[Tabl
     lossless."""
     found = read_records([*executed, *traced])
     if not any(record.measured for _, record in found):
-        raise CommandError("no measured record")
+        raise CommandError("no record has a measurement")
     if wrong := differing(found):
         raise CommandError("; ".join(wrong))
     again = retraced.read_text(encoding="utf-8").strip()

@@ -257,7 +257,7 @@ def _sites(wanted: Table, offered: Table) -> list[str]:
     for site, fate in wanted.items():
         other = offered.get(site)
         if other is not None and fate != other:
-            lines.setdefault(site[-1], f"{site[-1]}: {_words(fate)} (there: {_words(other)})")
+            lines.setdefault(site[-1], f"{site[-1]}: {_words(fate)} (nearest: {_words(other)})")
     return list(lines.values())
 
 

@@ -196,7 +196,7 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ProcessTimeout(f"{name}: no answer within {limit:g} s") from error
+        raise ProcessTimeout(f"{name}: its process gave no answer within {limit:g} s") from error
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:

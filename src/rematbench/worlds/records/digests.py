@@ -76,7 +76,7 @@ def _imports(path: Path) -> tuple[str, ...]:
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif not isinstance(node, ast.expr):  # no expression imports
+        elif not isinstance(node, ast.expr):  # an expression cannot import
             waiting += ast.iter_child_nodes(node)
     return tuple(found)
 

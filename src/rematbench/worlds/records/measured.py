@@ -125,7 +125,7 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def judged_error(self) -> float:
-        """The gradient error that counts."""
+        """The gradient error that decides whether the run is lossless."""
         first = self.first_gradient_error
         return first if self.first_only and first is not None else self.gradient_error
 

@@ -243,7 +243,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
         if state["pieces"] is None:  # older records keep their hashes
             del state["pieces"]
         else:
-            state["pieces"]["wire"] = "param"  # hashes of records that had this choice
+            state["pieces"]["wire"] = "param"  # records that had this choice keep their hashes
     return _hash([table, deeds])
 
 

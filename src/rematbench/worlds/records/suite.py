@@ -105,9 +105,9 @@ def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
 
 
 def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
-    """Variants by bundle (a method or `a+b`): every method of activations alone, then the suite's
-    variants.  A method that places training states needs a host rate, and one that moves passes a
-    stack with their order, so a suite names them."""
+    """Variants by bundle (a method or `a+b`): every method of activation memory alone, then the
+    suite's variants.  A method that places training states needs a host rate, and one that moves
+    passes a stack with their order, so a suite names them."""
     plain = [name for name, entry in registry.methods.items() if not entry.waits]
     found = {name: [Variant(method=name)] for name in plain}
     for variant in suite.variants:

@@ -101,7 +101,7 @@ class Campaign:
         for variant in (*(Variant(method=name) for name in names), *self.suite.variants):
             variants.setdefault(variant.method, []).append(variant)
         for method in variants:
-            resolve(self.registry, method, {})  # MethodError with a hint for an unknown name
+            resolve(self.registry, method, {})  # it raises MethodError for an unknown name
         return tuple(
             CampaignCell(spec=self._on_stack(method, spec), variant=variant, number=number)
             for method, of_method in variants.items()

@@ -187,7 +187,7 @@ def _is_ours(row: Row) -> bool:
 def _errors(row: Row, measured: Measured, reference_row: Row, reference: Measured) -> Row:
     loss, norm = measured.first_errors(reference)
     bound = BOUNDS[row["precision"]]
-    close = loss <= bound and norm <= bound  # False for a NaN
+    close = loss <= bound and norm <= bound  # a NaN compares as False
     name = (
         reference_row["method"]
         if _is_ours(reference_row)

@@ -23,7 +23,7 @@ from rematbench.worlds.slurm.campaign import Bundle, Campaign, CampaignCell
 from rematbench.worlds.slurm.launch import LaunchResult, last_words, run_limited, torchrun
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
-HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
+HOST_MEMORY = "host memory ran out, so the kernel or Slurm killed a process"
 SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
     ("OutOfMemoryError", "oom", ""),
     ("NotFinite", "nan", ""),

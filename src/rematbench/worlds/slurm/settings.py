@@ -82,8 +82,8 @@ class Center(Struct, frozen=True, kw_only=True):
             "slurm_extra": slurm.extra or None,
             "gres": f"{slurm.gres}:{gpus_per_node}" if slurm.gres else None,
             "runtime": minutes,
-            "mem_mb": slurm.mem_mb_per_node,  # 0: the center's default; None is not allowed
-            "cpus_per_task": slurm.cpus_per_node or -1,  # negative: the center's default
+            "mem_mb": slurm.mem_mb_per_node,  # 0 means the center's default
+            "cpus_per_task": slurm.cpus_per_node or -1,  # -1 means the center's default
             "nodes": nodes,
             "tasks": nodes if several else None,
             "tasks_per_gpu": 0 if several and slurm.gres else None,  # else `tasks` counts per GPU
@@ -118,6 +118,6 @@ def load_center(name_or_path: str | Path) -> Center:
     settings = convert(data, SlurmSettings, f"{label}: slurm")
     kind = settings.gres.split(":")
     if settings.gres and (not all(kind) or kind[-1].isdigit() or len(kind) > 2):
-        text = f"{settings.gres!r}: the kind without a count, as in gpu or gpu:h800"
+        text = f"{settings.gres!r}: give the kind without a count: gpu or gpu:h800"
         raise ConfigError(f"{label}: slurm", "gres", text)
     return Center(name=label, cluster=load_cluster(name_or_path), slurm=settings)

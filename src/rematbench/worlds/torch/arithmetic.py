@@ -182,7 +182,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     pairs, out = x.view(rows, -1, 2, half), torch.empty_like(x)
     turned, a, b = out.view(pairs.shape), pairs[:, :, 0], pairs[:, :, 1]
     c, s = cos[:, None], -sin[:, None] if inverse else sin[:, None]
-    turned[:, :, 0] = (a * c).sub_(b * s)  # only two wide halves besides the result
+    turned[:, :, 0] = (a * c).sub_(b * s)  # this needs only two wide halves besides the result
     turned[:, :, 1] = (b * c).add_(a * s)
     return out
 

@@ -22,10 +22,10 @@ from rematbench.worlds.torch.streams import Streams
 
 Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
 OUT_OF_MEMORY_TEXTS = (
-    "can't allocate memory",  # torch's CPU allocator
-    "CUDA error: out of memory",  # the driver: pinned memory, a context
+    "can't allocate memory",  # torch's CPU allocator says this
+    "CUDA error: out of memory",  # the driver says this of pinned memory or a context
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",  # NCCL's buffers
+    "Cuda failure 2 'out of memory'",  # NCCL says this of its buffers
 )
 
 
@@ -192,7 +192,7 @@ def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tens
             rows = [parts[at : at + count] for at in range(0, len(parts), count)]
             parts = [torch.cat(row, inner) for row in rows]
         full = torch.cat(parts, spec.spec.split) if spec.spec.split is not None else parts[0]
-        found[name] = full[: spec.spec.shape[0]]  # without padded rows
+        found[name] = full[: spec.spec.shape[0]]  # the padded rows are cut off
     return found
 
 

@@ -52,7 +52,7 @@ def pin_requested_size() -> None:
     """
     settings = allocator_settings()
     if PINNED_CACHE_KEY not in settings:
-        with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the key
+        with contextlib.suppress(RuntimeError, ValueError):  # this torch may not know the key
             _set(settings, f"{PINNED_CACHE_KEY}:1")
 
 
@@ -86,7 +86,7 @@ def _set(settings: str, word: str) -> bool:
 
 
 def release_pinned() -> None:
-    own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
+    own = getattr(torch._C, "_host_emptyCache", None)  # torch before 2.12 has it
     give_back = getattr(torch.accelerator, "empty_host_cache", own)
     if give_back is not None:
         give_back()
@@ -154,7 +154,7 @@ def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
     ]
-    if None in place:  # a torch that does not report the place
+    if None in place:  # This version of torch does not report the PCI address.
         return -1
     name = "{:04x}:{:02x}:{:02x}.0".format(*place)
     try:

@@ -65,7 +65,7 @@ class Executor:
         self.messages = Messages(model, groups, self.memory, self.streams)
         self.events: dict[tuple[Event, int, int], Mark] = {}
         self.local: dict[Event, Mark] = {}
-        self.counting: dict[Storage, bool] = {}  # loss_saved -> whether a forward made it
+        self.counting: dict[Storage, bool] = {}  # tells whether a forward made the loss_saved
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
         self.step = 0
         self.bytes_after: list[tuple[int, int]] = []

@@ -155,7 +155,7 @@ def run_and_release(call: Callable[..., object], *tensors: Tensor) -> None:
     """Run a collective and return when gloo's threads have released its tensors. They release the
     tensors a moment after the collective is done; the tracker would count a freed tensor until
     then."""
-    holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # not in torch's type stubs
+    holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # torch's type stubs lack it
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
     call(*(tensor.detach() for tensor in tensors))  # a held alias holds the storage
@@ -193,7 +193,7 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
     stream of the executor, which a message would then block."""
     options = None
     if dist.get_backend() == "nccl":
-        options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # not on every build
+        options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # some builds lack it
         options.is_high_priority_stream = True
     made: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
     return made

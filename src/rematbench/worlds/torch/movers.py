@@ -185,7 +185,7 @@ class Movers:
         for alloc in allocs:
             count, odd = divmod(alloc.nbytes, row_bytes)
             if odd:
-                raise ExecutionError(f"{alloc.storage} has {alloc.nbytes} bytes: no whole rows")
+                raise ExecutionError(f"{alloc.storage}: {alloc.nbytes} bytes are no whole rows")
             part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
             self.memory.put(span.key(alloc.storage), Value(part, first, count))
             first += count

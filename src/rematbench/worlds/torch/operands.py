@@ -66,7 +66,7 @@ class Names:
 
     def of(self, action: Action, chunk: int) -> Operands:
         known = self.known.get((id(action), chunk))
-        if known is None:  # kept with its action, so that the id stays unique
+        if known is None:  # the action is kept too, so that its id stays unique
             known = self.known[id(action), chunk] = action, self._found(action, chunk)
         return known[1]
 

@@ -400,7 +400,7 @@ def _residual(call: Call) -> Tensors:
 def _act(call: Call) -> Tensors:
     kind = call.model.kind.mlp
     out = arithmetic.activation(call.tensors[call.op.inputs[0]], kind)
-    if len(call.op.inputs) == 2:  # fused with the product
+    if len(call.op.inputs) == 2:  # the activation is fused with the product
         out = out * call.tensors[call.op.inputs[1]]
     return {call.op.outputs[0]: out}
 

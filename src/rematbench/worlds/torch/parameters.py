@@ -111,7 +111,7 @@ def _adapter_specs(
     for target in work.targets:
         local, rank = f"lora_{target}", work.lora_rank
         weight = specs.get(ADAPTED.get(target, target))
-        if weight is None:  # an MLP without a gate
+        if weight is None:  # the MLP has no gate
             continue
         rows, columns = weight.shape
         found[local] = ParameterSpec(
@@ -447,7 +447,7 @@ def build(
     """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
     parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
     the device, or in host memory with `on_host`."""
-    if full is None and device.type == "meta":  # a trace, where no values are known
+    if full is None and device.type == "meta":  # a trace has no values
         full = torch.empty(spec.shape, dtype=torch.float64, device="meta")
     full = full_weight(spec, seed) if full is None else full
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)

@@ -70,7 +70,7 @@ def packed(x: Tensor, recipe: Recipe) -> tuple[Tensor, float]:
 
 
 def widened(data: Tensor, recipe: Recipe, columns: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """The values of a quantised copy of so many columns: rows x columns."""
+    """The values of a quantised copy with this many columns: rows x columns."""
     found, own = (part.clone() for part in (data[:, :columns], data[:, columns:]))
     if not recipe.block:
         scales = torch.full((1, 1), scale, device=data.device)

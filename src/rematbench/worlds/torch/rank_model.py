@@ -110,7 +110,7 @@ class RankModel:
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.scales: dict[tuple[int, int, str, str], float] = {}
-        """The scales of quantised copies with one, by micro-batch, chunk, unit and name."""
+        """The scales of quantised tensors with one scale, by micro-batch, chunk, unit and name."""
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
@@ -198,17 +198,17 @@ class RankModel:
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among those that split heads, and columns of an MLP."""
+        """This rank's place among the ranks that split heads and the columns of an MLP."""
         return self.place.tp // self.problem.layout.tp_columns
 
     @property
     def column(self) -> int:
-        """This rank's place among those that split the hidden columns."""
+        """This rank's place among the ranks that split the hidden columns."""
         return self.place.tp % self.problem.layout.tp_columns
 
     @cached_property
     def folded(self) -> ExpertPlace:
-        """This rank's place among those over which experts are spread."""
+        """This rank's place among the ranks over which experts are spread."""
         return expert_place(
             self.problem.layout, self.problem.system.parallel.rank_order, self.place
         )

@@ -133,7 +133,7 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     """The results up to the first failure (at least one result)."""
     size, on_cpus = cases[0].world_size, cases[0].device == "cpu"
     if on_cpus:
-        start_server(worker.__name__)  # to import torch takes each rank longer than a small job
+        start_server(worker.__name__)  # an import of torch takes longer than a small job
     with scratch() as folder:
         ranks = [(rank, size, folder, cases, timeout_s) for rank in range(size)]
         start: Literal["forkserver", "spawn"] = "forkserver" if on_cpus else "spawn"
@@ -182,7 +182,7 @@ def versions(device: str) -> dict[str, str]:
 
 def device_kind(kind: str) -> str:
     """`kind`; if it is empty, cuda where torch has a GPU and cpu elsewhere."""
-    prepare(kind or "cuda")  # before torch looks for a GPU
+    prepare(kind or "cuda")  # this must precede torch's search for a GPU
     return kind or ("cuda" if has_gpu() else "cpu")
 
 

@@ -42,7 +42,7 @@ class SharedVocabulary:
         self.stage, self.stages = self.model.place.pp, self.model.problem.layout.pp
         group = messages.groups.by_name.get("pp")
         if group is None:
-            raise NotExecutable("a stage of a vocabulary that stages share cannot run alone")
+            raise NotExecutable("a stage cannot run alone if stages share the vocabulary")
         self.sum = group.all_reduce
         self.vectors: dict[int, Tensor] = {}
         self.parts: dict[tuple[str, int], dict[int, Tensor]] = {}

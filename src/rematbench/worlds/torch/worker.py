@@ -157,7 +157,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
             "in which they were sent"
         )
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
-        torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
+        torch.use_deterministic_algorithms(case.deterministic)  # its import of a compiler takes 4 s
     # The stream that allocates an action's outputs is not the stream that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     release_memory(device)
