@@ -4,9 +4,9 @@ Claim: while the CPU updates K - 1 pieces, one more visits the device for its up
 is shorter than the CPU's alone.
 Source: Maurya et al., Deep Optimizer States, Middleware 2024, arXiv 2410.21316; code of
 DeepSpeed's branch deep-optimizer-states, logs of deep-optimizer-states-results.  2 n (1 - 1/K) +
-12 n/K bytes go each way in a step, n the rank's parameters.
+12 n/K bytes go each way in a step, for n parameters of a rank.
 Deviations: the paper's formula for K is not public; K = 2 is the best of its logs.  Its published
-runs do not train (the loss leaves the baseline's in the second step); here the update is exact.
+runs do not train (the loss differs from the baseline's from step 2 on); here the update is exact.
 """
 
 from typing import Annotated, ClassVar

@@ -6,7 +6,7 @@ Source: Wan et al., PipeOffload, arXiv 2503.01328; sail-sg/zero-bubble-pipeline-
 scheduler/group_interleaved_1f1b.py and offloading.py.  Interleaving in groups of g micro-batches,
 half of pp <= g <= pp, keeps g (vpp - 1) + pp - r chunks on rank r; the first chunks of every
 rank, whose backward comes last, are copied to the host after their forward and back before it.
-Deviations: whole chunks are copied, as many as memory asks for; the repository recomputes norms and
+Deviations: whole chunks are copied, as many as memory requires; the repository recomputes norms and
 activation functions, pools host buffers, and lets the two ranks of a PCIe switch take turns.  The
 last rank's last chunk, whose backward follows at once, stays.  Weight gradients follow input
 gradients.  The method has no plan for the probes of `search`, which have one chunk on a rank.

@@ -3,8 +3,8 @@
 Claim: under interleaved 1F1B a chunk's copies to and from the host hide behind the backward of
 another chunk, so memory falls by up to the share alpha at almost no time.
 Source: Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading; artifact
-kwai/Megatron-Kwai. One alpha for all ranks; bytes, rounded up to 1 MiB; largest tensors first. In
-warm-up the copy ends before the point-to-point send. The last rank's last chunk is exempt in steady
+kwai/Megatron-Kwai. All ranks offload one share of bytes, rounded up to 1 MiB, the largest tensors
+first. In warm-up the copy ends before the send. The last rank's last chunk is exempt in steady
 state, where its backward follows at once. There are two fixed reload buffers (ping-pong), and a
 copied chunk is freed two passes after its forward: together these are the four chunk buffers in the
 paper's memory model. Buffers and releases are read from the artifact

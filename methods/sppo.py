@@ -6,9 +6,9 @@ Source: Chen et al., SPPO, arXiv 2503.10377.  Slices have equal FLOPs and about 
 16,000 tokens; a share alpha_i of the activations A_i of slice i goes to the host, with alpha_i A_i
 the same for all, so that each copy hides behind the same compute; keys and values stay on the
 device.
-Deviations: alpha is the smallest share that fits (the paper solves for the copy that hides).
-Tensors leave whole, the largest first, and are not rebuilt.  Whether the stack has the schedule is
-not checked.
+Deviations: alpha is the smallest share that fits (the paper chooses it so that copies hide).
+Tensors are offloaded whole, the largest first, and are not rebuilt.  Whether the stack has the
+schedule is not checked.
 """
 
 from typing import ClassVar

@@ -2,9 +2,9 @@
 
 Claim: gradients leave the device during the backward, the CPU updates, and weights come back piece
 by piece during the next pieces' updates, so a device holds 2 bytes a parameter instead of 16.
-Source: Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv 2101.06840: its CPU Adam copies by tile.
+Source: Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv 2101.06840; its CPU Adam copies tiles.
 Deviations: its delayed parameter update, which trains on weights one step old, is refused because
-it is not lossless.  With several micro-batches gradients leave after each of them.
+it is not lossless.  With several micro-batches, gradients leave the device after each of them.
 """
 
 from typing import ClassVar

@@ -32,11 +32,11 @@ BaseDtype = Literal[
 AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 _WORDS = "|".join(get_args(AdapterTarget))
 AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
-"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down between commas."""
+"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down, separated by commas."""
 TrainedParts = Annotated[
     str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
 ]
-"""Parts that train: some of embedding, norms, head between commas."""
+"""Parts that train: some of embedding, norms, head, separated by commas."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -73,7 +73,7 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `q_rank`: columns of the compressed queries (0: queries are not compressed); `kv_rank`:
       columns of the compressed keys and values.
     - `nope`, `rope`: columns of a query or key head without and with rotary positions; all key
-      heads share the latter.  `v`: columns of a value head.
+      heads share the `rope` columns.  `v`: columns of a value head.
     - `index_heads`, `index_dim`, `index_top`: heads and head columns of the indexer of sparse
       attention, and the tokens that it selects per query (DeepSeek-V3.2; 0: no indexer).
     """

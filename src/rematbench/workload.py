@@ -165,7 +165,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Samples have this many tokens on average; samples longer than `seq_len` are left out, and a
     micro-batch is as long as its longest sample (0: every sample has `seq_len` tokens)."""
     sample_spread: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
-    """Sample lengths have this standard deviation in tokens (0: that of `sample_len`)."""
+    """Sample lengths have this standard deviation in tokens (0: as many tokens as `sample_len`)."""
     imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
     """The experts of the busiest rank receive this many times the balanced number of tokens."""
     capacity_factor: Annotated[Capacity, Fact(metavar="F")] = 0.0
@@ -181,7 +181,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def packing(self) -> str:
-        """Words on the packed documents, for a heading; empty without packing."""
+        """The length of packed documents in words, for a heading; empty without packing."""
         return f" in documents of {self.document_len:,}" if self.packed else ""
 
     @property
@@ -208,7 +208,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The work and its model.  Learned positions with `max_positions` 0 become `seq_len` many."""
+    """The work and its model.  With `max_positions` 0, learned positions number `seq_len`."""
 
     model: Annotated[Model, Fact(column="own")]
 

@@ -112,7 +112,7 @@ def test_the_output_names_every_limit_that_applies() -> None:
     assert "dispatchers other than alltoall and deepep (--dispatcher)" in not_searched(
         job(**hopper)
     )
-    assert not any("exchanges beside" in words for words in not_searched(job(**hopper)))
+    assert not any("exchanges during" in words for words in not_searched(job(**hopper)))
     last = discover().methods["mst"].grid[-1]
     assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
 

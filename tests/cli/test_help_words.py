@@ -47,7 +47,7 @@ def test_the_line_of_a_command_is_the_first_of_its_docstring() -> None:
 
 @pytest.mark.parametrize(
     ("causal", "dense", "words"),
-    [(0.5, 0.9, ""), (0.6, 1.1, "dense counts the half of attention"), (1.2, 1.3, "the peak")],
+    [(0.5, 0.9, ""), (0.6, 1.1, "includes the half of attention"), (1.2, 1.3, "the peak")],
 )
 def test_an_mfu_over_100_percent_says_why(causal: float, dense: float, words: str) -> None:
     said = over_peak(causal, dense)

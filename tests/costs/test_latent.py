@@ -136,7 +136,7 @@ def test_widths_that_kernels_round_up_are_said() -> None:
     work = Workload(model=replace(LITE, latent=odd, head_dim=164), seq_len=TOKENS)
     lines = "\n".join(untiled(work, Layout(), MEGATRON, fused_attention=True))
     assert "q_rank 1500 is not a multiple of 64" in lines
-    assert "v of latent 120 is not a multiple of 32: attention costs what 128 costs" in lines
+    assert "latent v 120 is not a multiple of 32: attention takes as long as with 128" in lines
 
 
 def test_sparse_attention_has_bytes_and_no_seconds() -> None:

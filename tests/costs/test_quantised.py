@@ -237,7 +237,7 @@ def test_a_tensor_with_one_scale_has_no_parts() -> None:
         return ""
 
     assert "fc2_in_quantised has one scale" in refused("fp8", part=True)
-    assert "is not row-local" in refused("fp8", pieces=mlp)
+    assert "needs all rows" in refused("fp8", pieces=mlp)
     assert refused("fp8-block", part=True) == refused("mxfp8", part=True) == ""
     assert refused("fp8-block", pieces=mlp) == refused("mxfp8", pieces=mlp) == ""
     odd = MiniSequence(mlp.ops, 1024)

@@ -118,7 +118,7 @@ def hfu(
 def over_peak(causal: float, dense: float) -> str:
     """Why an MFU, counted `causal` or `dense`, exceeds 100 %; empty if neither does."""
     if causal > 1.0:
-        return "over 100 %: the peak it is divided by is not the peak of these kernels"
+        return "over 100 %: it is divided by a peak that is not the peak of these kernels"
     if dense > 1.0:
-        return "over 100 %: dense counts the half of attention that causal kernels skip"
+        return "over 100 %: the dense count includes the half of attention that causal kernels skip"
     return ""

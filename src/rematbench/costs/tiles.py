@@ -58,7 +58,7 @@ def untiled(
         *_untiled_head("head_dim", work.model.head_dim, work, fused_attention),
     ]
     if work.model.latent is not None:
-        lines += _untiled_head("v of latent", work.model.v_dim, work, fused_attention)
+        lines += _untiled_head("latent v", work.model.v_dim, work, fused_attention)
     return tuple(lines)
 
 
@@ -78,8 +78,8 @@ def _untiled_widths(work: Workload, layout: Layout, system: System) -> Iterator[
         if width % multiple:
             split = f"{whole}/{s.tp} = {width}" if width != whole else f"{width}"
             yield (
-                f"{name} {split} is not a multiple of {multiple}: its GEMMs cost what "
-                f"{rounded(width, multiple)} costs"
+                f"{name} {split} is not a multiple of {multiple}: its GEMMs take as "
+                f"long as with {rounded(width, multiple)}"
             )
 
 
@@ -97,7 +97,7 @@ def _projected_widths(work: Workload, s: Shapes) -> dict[tuple[str, int], int]:
 
 def _untiled_head(name: str, dim: int, work: Workload, fused_attention: bool) -> Iterator[str]:
     multiple = HEAD_DIM_MULTIPLE
-    costs = f"attention costs what {rounded(dim, multiple)} costs"
+    costs = f"attention takes as long as with {rounded(dim, multiple)}"
     if not is_aligned(dim, work.element_bytes):
         elements = ALIGNED_BYTES // work.element_bytes
         more = "and copies of queries, keys, values and output"

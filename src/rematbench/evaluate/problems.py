@@ -104,7 +104,7 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
     collectives overlap the GEMMs that read their results."""
     for variant in variants:
         if variant not in system.accepts.features:
-            return Unsupported(f"system {system.name} has no {variant}")
+            return Unsupported(f"system {system.name} does not support {variant}")
     if "compile" in variants:
         system = with_facts(system, compiled=True, fused_swiglu=True)
     if "async_tp" in variants:

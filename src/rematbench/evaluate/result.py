@@ -146,9 +146,9 @@ class Result(Struct, frozen=True, kw_only=True):
 
     `method` is the text that `simulate` takes; `family` has the names of its methods' mechanisms
     without parameters, joined by `+`; `origin` says why a table has the row (`compare`'s
-    candidates). A plan may fit without a modelled time: its status is ok, its bytes hold, it has no
-    speeds, and the reason says why (`not_timed`). The fields after `proof` are filled in if a table
-    asks for them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied`
+    candidates). A plan may fit without a modelled time: its status is ok, its bytes are valid, it
+    has no speeds, and the reason says why (`not_timed`). A table fills in the fields after `proof`
+    if it needs them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied`
     whether the error of ratios of speeds is too large to tell the result from the fastest,
     `parts_s` the seconds of the step by part, `runs_on` the engines that can run the plan,
     `same_as` an earlier result with an equal plan, `bound_s` a lower bound of the step.
@@ -193,7 +193,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def not_timed(self) -> str:
-        """Why the plan's step has no seconds, in words; empty if it has, or without a plan."""
+        """Why the time of the plan's step is not modelled; empty if it is, or without a plan."""
         return self.evaluation.not_timed if self.evaluation else ""
 
     @property

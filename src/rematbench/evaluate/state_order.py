@@ -109,8 +109,8 @@ class _Pieces:
         return None
 
     def missing(self, clock: VectorClock) -> str:
-        """A piece that is never updated, or for which compute, at its last `clock`, has not waited,
-        in words; empty if there is none."""
+        """A piece that is never updated, or for whose update compute has not waited by its last
+        `clock`, in words; empty if there is none."""
         for piece, uses in (*self.gradients.items(), *self.weights.items()):
             if late := uses.late(clock, write=True):
                 return f"the step ends while {late} may still update {piece}"

@@ -376,7 +376,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _parsed(value: Value, hint: object) -> Value:
     """A setting's value before conversion.  A text for a list parameter may be JSON, or items
-    between commas, with or without brackets; `.5` becomes `0.5`."""
+    separated by commas, with or without brackets; `.5` becomes `0.5`."""
     if not isinstance(value, str):
         return value
     if get_origin(hint) not in (tuple, list):

@@ -72,7 +72,7 @@ def test_a_table_on_the_host_is_refused_with_its_bytes() -> None:
         *(held, 2 * picked * p.workload.element_bytes),
         picked * states.grad_bytes,
     )
-    with pytest.raises(PlanError, match=f"{held / 2**30:.2f} GiB of it and its states"):
+    with pytest.raises(PlanError, match=f"{held / 2**30:.2f} GiB of the table and its states"):
         lower(p.base_plan, p)
 
 

@@ -66,7 +66,7 @@ class LayoutChoice(Struct, frozen=True):
     whether the partition is the even one; `hosted`: whether optimizer states are in host memory
     although the stack keeps them on the device; `states`: the method, with settings, that places
     them in pieces (empty: none); `overlaps`: whether experts' exchanges overlap with another
-    micro-batch although the stack's do not; `dispatcher`: the one to use (None: the stack's)."""
+    micro-batch although the stack's do not; `dispatcher`: that of experts (None: the stack's)."""
 
     layout: Layout
     sizes: tuple[int, ...]

@@ -100,7 +100,7 @@ class LayoutTrials:
         return trial
 
     def lacked_bytes(self, content: bytes) -> float:
-        """The device bytes that a plan lacks, by a full replay, for a plan whose replay was stopped
+        """The device bytes that a plan lacks, from a full replay of a plan whose replay was stopped
         early."""
         held = weighed(self.problem, self.ended[content])
         return float(held.nbytes - _room(self.problem))

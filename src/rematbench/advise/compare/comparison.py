@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 STATUSES = ("ok", "fragmented", "dropping", "oom", "unsupported", "timed out", "failed")
-"""The statuses in the order of a ranking."""
+"""All statuses, in the order in which a ranking lists them."""
 
 
 class Comparison:

@@ -326,7 +326,7 @@ class SearchQueue:
 
     @property
     def slower(self) -> Counter[str]:
-        """Numbers of layouts and plans whose bounds are no faster than the best step, by cause."""
+        """Numbers of layouts and plans whose bounds are not below the best step, by cause."""
         result = self._dropped.copy()
         for bound_s, entry in self.entries.waiting():
             if bound_s >= self.best_s:
@@ -365,7 +365,7 @@ class Exclusions:
         self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # the bytes are a lower bound
 
     def note(self, trial: Trial, trials: LayoutTrials) -> None:
-        """Note what a plan of a layout lacks, or why there is none."""
+        """Note what a plan of a layout lacks, or why the layout has no plan."""
         if trial.at_least:
             self._ended.append((trial.short_bytes, trials, trial.content))
         else:

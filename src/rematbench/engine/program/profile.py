@@ -168,7 +168,7 @@ def _effect(label: str, actions: Sequence[Action], sizes: dict[Storage, int]) ->
             host_high, pinned_high = max(host_high, host), max(pinned_high, pinned)
         for storage in action.frees:
             if storage not in sizes:
-                raise LedgerError(f"{label} frees {storage}: not alive")
+                raise LedgerError(f"{label} frees {storage}, which is not alive")
             nbytes = sizes.pop(storage)
             if storage.place == HOST:
                 host -= nbytes

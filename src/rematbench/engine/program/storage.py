@@ -33,7 +33,7 @@ def _one_object(make: Make) -> Make:
 
 class ModelPart(str):
     """The part of a model on which an action works, as its text: a unit (E, L<i> or H), or a piece
-    of optimizer states (P<i>).  `letter`: its kind; `number`: the layer or the piece, -1 without;
+    of optimizer states (P<i>).  `letter`: its kind; `number`: the layer or piece, or -1;
     `op`: the operator, if only its parameters are meant; `units`: the units whose gradients and
     weights a piece has (empty: any unit's)."""
 
@@ -61,7 +61,7 @@ def _part(letter: str, number: int, op: str, units: tuple[UnitOf, ...]) -> Model
 def part_of(
     letter: str, number: int = -1, op: str = "", units: tuple[UnitOf, ...] = ()
 ) -> ModelPart:
-    """Return the part of these fields; see `ModelPart`."""
+    """Return the part with these fields; see `ModelPart`."""
     return _part(letter, number, op, units)
 
 
@@ -192,7 +192,7 @@ def storage_of(
     rows: str = "",
     piece: int | None = None,
 ) -> Storage:
-    """Return the storage of these fields (see `Storage`) in the device memory of a micro-batch."""
+    """Return the storage with these fields (see `Storage`), in a micro-batch's device memory."""
     return _storage(part, tensor, role, rows, piece, "")
 
 

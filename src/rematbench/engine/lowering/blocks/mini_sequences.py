@@ -95,7 +95,7 @@ def _require_piecewise(op: Op, taken: list[Op], *, heads: bool) -> None:
     """Raise PlanError for an operator that cannot be computed or differentiated in pieces, or that
     belongs to two runs."""
     if not op.row_local and not heads:
-        raise PlanError(f"mini-sequence: {op.name} is not row-local")
+        raise PlanError(f"mini-sequence: {op.name} needs all rows, not pieces")
     if op.alias_inputs:
         raise PlanError(
             f"mini-sequence: {op.name} returns whole gradients, so it cannot run in pieces"
@@ -133,7 +133,7 @@ def _run_of_heads(
     kernels = [one for op in ops for one in op.forward if isinstance(one, Attention)]
     if not kernels or any(op.gather for op in ops):
         raise PlanError(
-            f"mini-sequence {sequence.ops} of heads: its operators must reach from the projection "
+            f"mini-sequence {sequence.ops} of heads: its operators must run from the projection "
             "to queries to the end of attention, and none may gather its inputs"
         )
     heads, keys = kernels[0].heads, kernels[0].kv_heads

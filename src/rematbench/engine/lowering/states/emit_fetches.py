@@ -112,7 +112,7 @@ class MatrixGatherer(ParameterGatherer):
         return {*self.kept}
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
-        """Gather nothing yet: the kernels that follow gather what they read."""
+        """Gather nothing yet, because `read` gathers the matrices of each kernel."""
         w.weights = self.read
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:

@@ -3,7 +3,7 @@
 A piece is ready when the gradients of its last unit are reduced in the last backward of the unit's
 chunk.  Its gradients then go to the host, or its states to the device.  An update on the device is
 issued when the next piece is ready, so that compute does not wait for the copy.  Weights that the
-host updated go up after the last backward, because earlier they would delay reloads of activations.
+host updated go up after the last backward, because an earlier copy would delay reloads.
 """
 
 from collections.abc import Mapping, Sequence
