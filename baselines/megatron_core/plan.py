@@ -384,7 +384,7 @@ def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
         ("mla_up_proj", model.latent is not None),
     ):
         if module in modules and not there:
-            yield f"recompute module {module} has no effect: no layer of {model.name} has one"
+            yield f"recompute module {module} has no effect: no layer of {model.name} has it"
         elif "moe" in modules and module in modules and module in ("moe_act", "shared_experts"):
             yield f"recompute module {module} beside moe has no effect"
 

@@ -189,7 +189,7 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
         reading.refused.append(f"model_type: the head of {kind} is not that of a language model")
     for key in ("distributed_type", "deepspeed_config"):
         if data.get(key):
-            reading.refused.append(f"{key}: belongs in accelerate's own file")
+            reading.refused.append(f"{key}: it belongs in accelerate's file")
 
 
 def _nested(reading: Reading, value: Any) -> None:

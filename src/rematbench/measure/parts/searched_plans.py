@@ -154,7 +154,7 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
             except (ConfigError, MethodError) as error:
                 raise CommandError(f"{path}: {line.cell}: {error}") from error
     if not found:
-        raise CommandError(f"{path}: has no cell named {', '.join(only)} (--only)")
+        raise CommandError(f"{path} has no cell named {' or '.join(only)} (--only)")
     return found
 
 

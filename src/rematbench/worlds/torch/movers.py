@@ -138,7 +138,7 @@ class Movers:
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
             raise ExecutionError(
-                f"{alloc.storage} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
+                f"{alloc.storage} has {alloc.nbytes} bytes, but {sum(sizes)} gradients of {dtype}"
             )
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
         for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
