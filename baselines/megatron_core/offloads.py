@@ -130,7 +130,7 @@ class Groups:
 
 LOGITS, SOFTMAX = storage_of(HEAD, "logits"), storage_of(HEAD, "loss_saved")
 MADE_IN = {SOFTMAX: LOGITS, LOGITS.gradient: SOFTMAX}
-"""The storage in which the loss makes a tensor, if both have the same number of bytes."""
+"""The tensor whose storage the loss reuses for a tensor, if both have the same number of bytes."""
 
 
 def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:

@@ -29,8 +29,8 @@ SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 
 
 def titan_answer(asked: Request) -> FlagsAnswer:
-    """The configuration whose activation checkpointing decides a request's plan; `missing`
-    has the facts that no key states."""
+    """The configuration whose activation checkpointing gives a request's plan; `missing` lists the
+    facts that no key can express."""
     problem, registry = asked.problem, discover([])
     plan, missing = asked.method.plan(problem, asked.base), list(_inexpressible(problem))
     assert not isinstance(plan, Unsupported)

@@ -306,7 +306,7 @@ def unaligned_heads(problem: Problem) -> str:
 
 
 def methods_of(family: str) -> frozenset[str]:
-    """The mechanisms of a composed name; keeping all activations does not count."""
+    """The mechanisms of a composed name; keep_all is no mechanism."""
     return frozenset(family.split("+")) - {IDENTITY}
 
 

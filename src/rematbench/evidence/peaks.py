@@ -115,7 +115,7 @@ def total_is_checked(problem: Problem) -> bool:
 
 
 def trains_in(problem: Problem) -> str:
-    """What trains in a problem."""
+    """The word of `trained_by` for a problem."""
     return trained_by(whole=not problem.workload.partly)
 
 

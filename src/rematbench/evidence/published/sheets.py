@@ -160,7 +160,7 @@ KINDS: dict[str, PeakKind] = {
     "device": "device",
     "nvidia-smi": "device",
 }
-"""The kind of peak by the word that a source uses for it; the first of these in a cell counts."""
+"""The kind of peak by the word that a source uses for it; of several, the first here decides."""
 
 
 def read_peak_kind(row: Row) -> PeakKind:

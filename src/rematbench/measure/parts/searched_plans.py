@@ -53,7 +53,7 @@ class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job that is searched at each device memory.  The first `rows` of each answer are measured.
-    Among rows that differ only in settings, only the first counts."""
+    Of rows that differ only in settings, only the first is taken."""
 
     name: str
     why: str

@@ -106,7 +106,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions. `warmup`:
-    the repeat is a warm-up, which does not count as measured."""
+    the repeat is a warm-up and not a measurement."""
 
     step_s: float
     tokens_per_s_per_gpu: float

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """The number of labels that count; the loss is their mean over the whole global batch."""
+        """The number of labels that are not ignored; the loss is the mean over all of them."""
         return int((self.labels != IGNORED).sum())
 
 
