@@ -38,7 +38,7 @@ operands and are not reloaded, because each view is reloaded as a tensor of its 
 
 
 class Groups:
-    """The groups of a rank; each call returns the change of the device's live bytes."""
+    """The offload groups of a rank; each call returns the change of the device's live bytes."""
 
     def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
         """`tensors`: the tensors that each module offloads."""

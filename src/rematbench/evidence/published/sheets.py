@@ -74,8 +74,8 @@ THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def read_number(cell: str) -> float:
-    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError, whose
-    text ends a sentence about the cell, for every other text, also for a decimal comma (`0,1`)."""
+    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError for
+    other texts, also for a decimal comma (`0,1`); it continues a sentence about the cell."""
     plain = cell.replace(",", "") if THOUSANDS.fullmatch(cell) else cell
     try:
         value = float(plain)

@@ -179,8 +179,8 @@ def without_defaults(value: object) -> object:
 
 
 BASE = "base"
-"""The key, among the parameters of a stored spec, of the start and of the stack choices other than
-the attention kernel."""
+"""The parameter of a stored spec that holds the start and the stack choices other than the
+attention kernel."""
 
 
 def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PARTS = 8
 
 
 def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Which elements dropout keeps, by their places: 1 - rate of them, spread evenly."""
+    """The mask of the elements that dropout keeps: a share of 1 - rate, evenly spread."""
     places = rows[:, None].double() * 0.6180339887 + columns * 0.7548776662
     return (places.frac() >= rate).to(torch.uint8)
 
