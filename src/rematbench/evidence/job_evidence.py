@@ -147,7 +147,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     methods: frozenset[str]
     """The mechanisms of the composed method."""
     packing: str = ""
-    """Words on packed documents."""
+    """The packing of documents, in words."""
     device: str = ""
     """The GPU in words, if no shipped GPU is like it."""
     shape: str = ""

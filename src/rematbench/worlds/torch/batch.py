@@ -64,7 +64,7 @@ def slice_order(cp: int) -> list[int]:
 
 
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
-    """The position in its sequence of each of a rank's rows of one sequence."""
+    """The position of each of a rank's rows in their sequence."""
     if layout.ulysses > 1:
         size = seq_len // layout.ulysses
         return torch.arange(place.cp * size, (place.cp + 1) * size)
