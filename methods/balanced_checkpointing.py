@@ -20,7 +20,7 @@ from rematbench.solve.recompute_modules import with_copies
 PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "expert_fc2_in", "shared_fc2_in")
 FC1 = ("gate_out", "up_out", "expert_fc1_out", "shared_gate_out", "shared_up_out")
 MOST = 17
-"""Tensors of a layer whose subsets are counted in seconds."""
+"""The most tensors of a layer for which `front` tries all subsets; these take seconds."""
 
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         count = max(len(candidates(table)) for table in problem.layer_kinds)
         if self.point == "front" and count > MOST:
-            return Unsupported(f"front has 2^{count} subsets of a layer's tensors (most: 2^{MOST})")
+            return Unsupported(f"front would try 2^{count} subsets of a layer (most: 2^{MOST})")
         kept = kept_activations(problem, base) - {"layer_input"}
         dropped = tuple(sorted(kept & self._dropped(problem)))
         if not dropped:

@@ -1,4 +1,4 @@
-"""deep_optimizer_states: states on the host, of which every K-th piece visits the device.
+"""deep_optimizer_states: optimizer states on the host; every K-th piece visits the device.
 
 Claim: while the CPU updates K - 1 pieces, one more visits the device for its update, so the update
 is shorter than the CPU's alone.

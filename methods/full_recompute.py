@@ -33,7 +33,7 @@ from rematbench.solve.recompute_modules import (
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input. `block`:
     the first `num_layers` layers of every chunk, each as a group; the rest is kept. `every` n: only
-    every n-th layer of the model, each as a group (uniform, one layer). `layers`: only these
+    every n-th layer of the model, each as a group (uniform, one layer). `layers`: only these layers
     (`0-5,20`), each as a group. `inputs` host: the inputs of groups are freed on the device after
     the next layer's forward, and copied back one layer ahead of their backward."""
 

@@ -1,17 +1,17 @@
-"""karma: out of core by whole layers: swap the layers whose copies hide, recompute the others.
+"""karma: swap the layers whose copies hide behind compute, and recompute the other layers.
 
 Claim: recomputation between swaps keeps a GPU busy while layers are copied back, so training beyond
-the device's memory runs 1.52x faster on average than out-of-core work before it (convolutions).
+the device's memory runs 1.52x faster on average than with earlier methods (convolutional networks).
 Source: Wahib et al., KARMA, SC 2020 (arXiv 2008.11421), its abstract.  Blocks of layers stay, leave
-for the host, or are recomputed while copies are under way; a model of stalls decides.
+for the host, or are recomputed while copies are under way; a model of stalls chooses.
 Deviations: the equations could not be read, so the formulation is ours.  A block is one layer.  The
 last layers of each chunk stay, as many as fit.  Over the other layers, from the last to the first,
 a layer is swapped if its copy out hides behind the forwards, and its copy back behind the backwards
-and rebuilds, of the layers above it that hide no other copy; if not, it is recomputed.  On equal
-layers the swapped share is min(1, t_forward / t_copy), as memo's share of tokens, and this takes
-less time than stalls: t_forward (t_copy - t_forward) / t_copy is less than t_copy - t_forward.
+and rebuilds, of the layers above it that hide no other copy; if not, it is recomputed.  If layers
+are equal, the swapped share is min(1, t_forward / t_copy), like memo's share of tokens, and a layer
+takes t_forward (t_copy - t_forward) / t_copy longer; with stalls it would be t_copy - t_forward.
 Weights, gradients and the update stay on the device (the paper's distributed part moves them too),
-and host memory bounds no choice.
+and the choice ignores the size of host memory.
 """
 
 from itertools import pairwise
@@ -67,8 +67,8 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.at(problem, base, longest if leaving is None else leaving).noting(bound=bound)
 
     def at(self, problem: Problem, base: Plan, leaving: int) -> Plan:
-        """The plan in which the last layers of every chunk stay, and at most `leaving` of the
-        longest chunk's do not."""
+        """The plan in which the last layers of every chunk stay on the device, except at most
+        `leaving` layers of the longest chunk."""
         longest = max(map(len, chunks_of(base)))
         swapped: list[int] = []
         rebuilt: list[int] = []
@@ -83,11 +83,11 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _fates(problem: Problem, base: Plan, chunk: tuple[int, ...], leaving: int) -> list[Word]:
-    """The fates of a chunk's layers: the first `leaving` are swapped where both copies hide, and
-    recomputed where they do not."""
+    """The fates of a chunk's layers: of the first `leaving`, those whose copies both hide are
+    swapped, and the others are recomputed."""
     kept = kept_activations(problem, base)
     fates: list[Word] = []
-    out_s = back_s = 0.0  # seconds of the layers above that hide no copy yet
+    out_s = back_s = 0.0  # the layers above can hide further copies for this time
     for position in range(len(chunk) - 1, -1, -1):
         table = problem.layer(chunk[position])
         sizes = [table.activations[name].nbytes for name in kept if name in table.activations]

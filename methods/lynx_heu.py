@@ -1,4 +1,4 @@
-"""lynx_heu: rebuild activations beside collectives, one policy for all equal layers of a stage.
+"""lynx_heu: rebuild activations during collectives, by one policy for all equal layers of a stage.
 
 Claim: a policy for one layer, computed in a fraction of a second (0.16 s on average, 99 % less than
 the optimal search), moves recomputation off the critical path. Recomputation overlaps with

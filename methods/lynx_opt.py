@@ -1,4 +1,4 @@
-"""lynx_opt: rebuild activations beside collectives, tensors and windows chosen by a MILP.
+"""lynx_opt: rebuild activations during collectives; a MILP chooses tensors and windows.
 
 Claim: the optimum that the heuristic (lynx_heu) approaches at 1 % of the search time: the tensors
 to rebuild and their windows, with the fewest exposed seconds of recomputation.

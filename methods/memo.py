@@ -14,10 +14,10 @@ Deviations: the row statistics of attention are offloaded with its output, and s
 that experts receive, whose rows are in another order.  A split tensor is stored in parts (SPLIT and
 JOIN are copies on the device), so the rounding buffers hold the offloaded tensors, not the whole
 layer.  Under pipeline parallelism the last swapped layer of a chunk is copied from separate memory
-during the next pass.  If an eager norm saves copies instead of its input, the layer input is held
-and leaves whole, unless no token is rebuilt.  Addresses are planned
-by best fit (the paper's MIP gains nothing on these programs) for up to 3,000 tensors of a step;
-above, the framework's allocator replaces the plan.  Host memory is one pool of the planned size.
+during the next pass.  If an eager norm saves copies instead of its input, the layer input is kept
+and offloaded entirely, unless no token is rebuilt.  Addresses are planned by best fit (the paper's
+MIP gains nothing on these programs) if a step has at most 3,000 tensors; otherwise the framework's
+allocator places them.  Host memory is one pool of the planned size.
 """
 
 from typing import ClassVar
@@ -59,7 +59,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "memo"
     grid: ClassVar[tuple[Settings, ...]] = (
         *({"alpha": a / 4} for a in range(5)),
-        {"alpha": 1.0, "exempt_layers": 0},  # the fewest bytes, for jobs that fit with no other
+        {"alpha": 1.0, "exempt_layers": 0},  # needs the fewest bytes: some jobs fit only with it
     )
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None
@@ -92,8 +92,8 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _share(
         self, problem: Problem, base: Plan, other: tuple[str, ...], layers: tuple[int, ...]
     ) -> tuple[tuple[str, ...], SwapShare]:
-        """The tensors that leave whole, a held layer input among them, and the share of the
-        `other` tensors."""
+        """The tensors that are offloaded entirely, including a kept layer input, and the share of
+        the `other` tensors."""
         kept = kept_activations(problem, base) | set(base.held)
         whole = tuple(name for name in WHOLE if name in kept)
         share = swap_share(

@@ -1,8 +1,8 @@
-"""optimizer_offload: as many optimizer states on the host as memory needs, visiting as time allows.
+"""optimizer_offload: move the fewest optimizer states to the host, and some back for their update.
 
 Claim: the smallest share of states that makes the plan fit leaves the device.  Of this share the
 device updates f* = t_cpu / (t_cpu + t_copy) by visits while the CPU updates the others, so both end
-together; the exact update and its lossless order stay.
+together; the update and its order remain exact.
 Source: our formulation.  The mechanism is that of Deep Optimizer States (Maurya et al. 2024), whose
 fraction is 1/K; t_cpu and t_copy are the seconds of one parameter's update on the CPU and of its
 visit, and a visit's delay of the CPU is subtracted from t_copy.
@@ -39,7 +39,7 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rate).  `size`: parameters of a piece.  `slots`: visits in flight (0: each piece follows the
     piece before it).  `start`: after the norm of all gradients, or in the last backward as
     gradients become ready, which needs `clip` (whether the norm scales gradients) to be false.
-    `order`: exact, or an order that is refused."""
+    `order`: exact; the other orders are refused with their reasons."""
 
     name: ClassVar[str] = "optimizer_offload"
     moves_states: ClassVar[bool] = True
@@ -78,6 +78,6 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return placed(problem, base, self.cut(tuple(places), size), gradients=False)
 
     def cut(self, places: tuple[Place, ...], size: int) -> Pieces:
-        """Pieces at these places, with the start and the slots of the method."""
+        """The pieces at `places`, with this method's start and slots."""
         early = {"start": self.start, "clip": self.clip}
         return Pieces(size=size, places=places, slots=self.slots, **early)  # type: ignore[arg-type]

@@ -47,11 +47,12 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         lay, group = problem.layout, self.group or smallest_group(problem)
         if lay.vpp == 1 or base.orders:
-            words = "the base already orders its passes" if base.orders else "not one"
-            return Unsupported(f"needs several chunks on a rank in the layout's order: {words}")
+            words = "the base already orders its passes" if base.orders else "a rank has one"
+            return Unsupported(f"needs several chunks on a rank in the layout's order, but {words}")
         if group is None or lay.num_micro_batches % group or not lay.pp <= 2 * group <= 2 * lay.pp:
-            words = f"{lay.num_micro_batches} micro-batches have no groups of {group or 'a size'}"
-            return Unsupported(f"{words} from half of pp {lay.pp} to all of it")
+            words = f"needs a group size from pp / 2 to pp ({lay.pp}) that divides"
+            chosen = f"not {group}" if group else "but there is none"
+            return Unsupported(f"{words} {lay.num_micro_batches} micro-batches, {chosen}")
         if refused := no_offload(problem):
             return Unsupported(refused)
         made = replace(base, orders=grouped_orders(problem, group))

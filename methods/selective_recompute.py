@@ -99,7 +99,7 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         self, dropped: tuple[str, ...], routed: tuple[int, ...], layers: tuple[int, ...] | None
     ) -> list[Rule]:
         """Rules for the tensors of modules that run again as a whole, and for all other tensors,
-        in `layers` (None: in all); for the norm before experts in the layers `routed`."""
+        in `layers` (None: in all); those for the norm before experts in the layers `routed`."""
         module = {*with_copies(modules_dropped(m for m in self.modules if m in AT_ONCE))}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {

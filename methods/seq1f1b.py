@@ -36,5 +36,5 @@ class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return base
         lengths = (even if self.equal else equal_work)(problem, self.slices)
         if not lengths:
-            return Unsupported(f"{problem.workload.seq_len} tokens have no {self.slices} slices")
+            return Unsupported(f"no {self.slices} slices fit {problem.workload.seq_len} tokens")
         return replace(base, slices=lengths) if self.interleaved else base.sliced(lengths)

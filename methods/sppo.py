@@ -34,8 +34,8 @@ KEYS = ("k", "v")
 
 
 class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the mean share that leaves (None: the smallest that fits, of `steps`).  `tokens`:
-    the mean length of a slice.  Tensors below `min_bytes` stay."""
+    """`alpha`: the mean share that is offloaded (None: the smallest that fits, of `steps`).
+    `tokens`: the mean length of a slice.  Tensors below `min_bytes` stay on the device."""
 
     name: ClassVar[str] = "sppo"
     moves_passes: ClassVar[bool] = True

@@ -1,11 +1,11 @@
 """terapipe: a pipeline over slices of one sequence, of equal time.
 
-Claim: a decoder's slice needs nothing of later tokens, so one sequence fills a pipeline: 5 times
+Claim: a decoder's slice does not need later tokens, so one sequence fills a pipeline: 5 times
 faster than pipelining by micro-batches alone for 175B parameters on 384 V100.
 Source: Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988): all forwards, then the backwards of
-slices in reverse order.  Slices are those of the least m sum t_i + (pp - 1) max t_j, by dynamic
-programming over whole pieces of the sequence, where t is the time of a slice's passes and messages,
-and grows with the tokens before the slice, because of attention.
+slices in reverse order.  Slices minimise m sum t_i + (pp - 1) max t_j, by dynamic programming over
+whole pieces of the sequence, where t is the time of a slice's passes and messages; because of
+attention it grows with the tokens before the slice.
 Deviations: t comes from our kernels' rates, not from a regression on measured slices, and leaves
 out the update.  Whether the stack has the schedule is not checked.
 """
@@ -20,7 +20,7 @@ from rematbench.solve.slices import even, least_time, refused, unit_tokens
 
 
 class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slices`: the number of slices of equal length (None: slices of the least time, which are cut
+    """`slices`: the number of slices of equal length (None: the slices with the shortest step, cut
     at multiples of 1 / `pieces` of the sequence)."""
 
     name: ClassVar[str] = "terapipe"

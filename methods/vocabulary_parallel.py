@@ -6,8 +6,8 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 and its artifact sail-sg/VocabularyParallelism.  vocab-1 is Algorithm 1 with two barriers in a
 micro-batch (rank r keeps pp - r + 2 micro-batches), vocab-2 Algorithm 2 with one (pp - r + 1);
 interlaced is nnScaler's pipeline, whose stages wait for each other in every such pass (1.5 pp).
-Deviations: the passes of a vocabulary have fixed places in the order, where the artifact derives
-them from estimated times; the input lookup and its sum are part of the softmax's pass.
+Deviations: the passes of a vocabulary have fixed places in the order; the artifact derives them
+from estimated times.  The input lookup and its sum are part of the softmax's pass.
 """
 
 from typing import ClassVar, Literal
@@ -28,8 +28,8 @@ class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         if base.schedule != "1f1b" or base.orders or base.slices:
-            words = "other passes" if base.orders or base.slices else base.schedule
-            return Unsupported(f"needs stages in the order of 1F1B, not {words}")
+            words = "the base's passes" if base.orders or base.slices else base.schedule
+            return Unsupported(f"needs passes in the order of 1F1B, not {words}")
         made = replace(base, schedule=self.schedule)
         refused = vocabulary_refusal(made, problem.layout, problem.system, problem.workload)
         return Unsupported(refused) if refused else made

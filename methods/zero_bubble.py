@@ -1,6 +1,6 @@
-"""zero_bubble: weight gradients in passes of their own, which fill the pipeline's bubble.
+"""zero_bubble: weight gradients in separate passes, which fill the pipeline's bubble.
 
-Claim: a backward's two halves depend on different things, so 1F1B's bubble of (pp - 1)(F + B + W)
+Claim: no other rank waits for a backward's weight gradients, so 1F1B's bubble (pp - 1)(F + B + W)
 falls to (pp - 1)(F + B - W) at the first stage's memory, to (pp - 1)(F + B - 2 W) at twice that.
 With two chunks on a rank that turn at the last rank, ZB-V has no bubble at the memory of 1F1B's
 first stage, V-Half has half of the bubble at half of that memory, V-Min two thirds at a third.
@@ -9,7 +9,7 @@ of figures 2 and 3, and Pipeline Parallelism with Controllable Memory (arXiv 240
 sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and its output's gradient
 until the weight's gradient, and gathers a split input again.
 Deviations: the orders are fixed, not those of the repository's solver.  The last rank copies its
-first chunk's output for its second.  The next step starts once every rank has ended this step, so
+first chunk's output for its second chunk.  The next step starts when every rank has ended this, so
 the shift between ranks, (pp - 1) F, stays (the paper checks gradient norms after the update).  The
 embedding's gradient stays with the input gradients, and so do the gradients of linears that a base
 computes in pieces.  Whether the stack has the schedule is not checked.
@@ -37,9 +37,9 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         of = "interleaved_1f1b" if turns else "1f1b"
         other = "other passes" if base.orders or base.slices else base.schedule
         if lay.pp == 1 or other != of or (turns and lay.vpp != 2):
-            needed = "two chunks on each of several stages (vpp 2)" if turns else "stages"
+            needed = "two chunks on each of several stages (vpp 2)" if turns else "several stages"
             words = f"pp {lay.pp}, vpp {lay.vpp}, {other}"
-            return Unsupported(f"needs {needed} in the order of {of}, not {words}")
+            return Unsupported(f"needs {needed}, and passes in the order of {of}, not {words}")
         if turns and any(rule.select.stages or rule.select.chunks for rule in base.rules):
             return Unsupported("the base's rules select chunks, whose layers would change")
         made = replace(base, schedule=self.schedule)

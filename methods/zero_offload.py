@@ -1,7 +1,7 @@
 """zero_offload: all optimizer states in host memory, updated by the CPU.
 
 Claim: gradients leave the device during the backward, the CPU updates, and weights come back piece
-by piece beside the next pieces' updates, so a device holds 2 bytes a parameter in place of 16.
+by piece during the next pieces' updates, so a device holds 2 bytes a parameter instead of 16.
 Source: Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv 2101.06840: its CPU Adam copies by tile.
 Deviations: its delayed parameter update, which trains on weights one step old, is refused because
 it is not lossless.  With several micro-batches gradients leave after each of them.

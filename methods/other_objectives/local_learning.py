@@ -1,7 +1,7 @@
-"""local_learning: train blocks of a pipeline by losses of their own; no gradient crosses them.
+"""local_learning: train each block of a pipeline by a separate loss; no gradient leaves a block.
 
 Claim: each block keeps the activations of one micro-batch, no gradient is sent back, and blocks
-wait for their inputs alone, so that a pipeline has no bubble after its fill.
+wait only for their inputs, so a pipeline has no bubble after it is filled.
 Source: local updates (Laskin et al., arXiv 2012.03837), PPLL (arXiv 2411.12780) and synthetic
 labels (arXiv 2403.11204).
 Deviations: this is another objective, not lossless: `--methods` must name this folder, and no
@@ -28,9 +28,9 @@ class LocalLearning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         lay = problem.layout
         if lay.pp == 1:
-            return Unsupported("blocks are the stages of a pipeline (pp above 1)")
+            return Unsupported("needs pp > 1, because its blocks are the stages of a pipeline")
         if lay.vpp > 1:
-            return Unsupported(f"blocks in an interleaved pipeline (vpp = {lay.vpp})")
+            return Unsupported(f"needs a pipeline without interleaving, not vpp {lay.vpp}")
         order = tuple(
             Pass(forward, number, 0)
             for number in range(lay.num_micro_batches)

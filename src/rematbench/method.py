@@ -1,7 +1,7 @@
-"""What a method's file imports: the words of plans, which are its output, `Problem`, its input, and
+"""The imports of a method's file: the vocabulary of plans (its output), `Problem` (its input), and
 the ranges of its parameters.  Solvers that methods share are in `rematbench.solve`."""
 
-# ruff: noqa: F403, PLC0414  # every name here is for the files of methods
+# ruff: noqa: F403, PLC0414  # files of methods import these names from here
 from rematbench.plan import *
 from rematbench.problem import Problem as Problem
 from rematbench.workload import NonNegativeInt as NonNegativeInt

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 PositiveInt = Annotated[int, Meta(gt=0)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Width = Annotated[int, Meta(gt=0, le=1 << 24)]
-"""A dimension of a matrix; the upper bound refuses typing errors, not models."""
+"""A dimension of a matrix; the upper bound catches typing errors, and no model exceeds it."""
 Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
 Length = Annotated[int, Meta(ge=0, le=1 << 36)]
 Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -159,8 +159,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
       of the next token by a linear, and uses the model's embedding and output projection.
     - `layer_groups`: number of equal runs of layers that share their weights (0: no sharing).
-      `embedding_width`: columns of a narrow embedding, which a linear widens to the hidden columns
-      and the head narrows to again (0: not narrow).  `attends_all`: a token also attends to later
+      `embedding_width`: columns of a narrow embedding, which a linear widens to the hidden columns;
+      the head narrows its input to them (0: not narrow).  `attends_all`: tokens attend to later
       tokens.  ALBERT has all three (arXiv 1909.11942).
     - `max_positions`: 0 with learned positions means the sequence length of the Workload.
     """
@@ -314,7 +314,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "memory layers": self.memory is not None,
             "layers that share weights": self.layer_groups > 0,
             "an embedding of fewer columns": self.embedding_width > 0,
-            "attention to the tokens behind": self.attends_all,
+            "attention to later tokens": self.attends_all,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }

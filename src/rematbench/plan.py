@@ -426,8 +426,8 @@ def refusal(words: str, reasons: Mapping[str, bool]) -> str:
 
 
 def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
-    """The state fates that exclude slices and separate weight gradients, each with whether the plan
-    has it."""
+    """The fates of states that exclude slices and separate weight gradients, each with whether the
+    plan has it."""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
     return {

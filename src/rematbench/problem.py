@@ -223,7 +223,7 @@ class Problem:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of torch's allocator that each rank holds beside its states: cuBLAS and
+        """Bytes of torch's allocator that each rank holds in addition to its states: cuBLAS and
         TransformerEngine workspaces, and scales that FSDP does not shard."""
         count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
@@ -395,8 +395,8 @@ def completed_after_backward(problem: Problem) -> str:
         return f"optimizer-in-backward needs one micro-batch per step, not {count}"
     if problem.embedding_ranks is not None:
         return (
-            f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
-            "exchange their gradient after all backwards"
+            f"optimizer-in-backward needs complete gradients, but {layout.pp} pipeline stages "
+            "exchange the gradient of tied embeddings after all backwards"
         )
     return ""
 
@@ -434,8 +434,8 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
-    those of the problem's CostModel, which all facades share."""
+    """What a method sees of costs: a problem's formulas, and the evaluation of whole plans.
+    `attributes`: those of the problem's CostModel, which all facades share."""
 
     __slots__ = ("_problem",)
 

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 __path__: list[str] = []
-"""A package without files: the modules below stand in `sys.modules` already."""
+"""Empty, because this package has no files: the modules below are already in `sys.modules`."""
 
 for _name in ("cluster", "configfile", "constants", "layout", "load", "paths", "precision"):
     sys.modules[f"{__name__}.{_name}"] = import_module(f"rematbench.inputs.{_name}")

@@ -85,7 +85,7 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora_dropout: Annotated[Probability, Fact(metavar="P")] = 0.0
     """Adapters drop this share of their input."""
     dora: bool = False
-    """Adapters also train the magnitude of each row of a weight (DoRA)."""
+    """Adapters also train a magnitude for each output column of a weight (DoRA)."""
     bottleneck: Annotated[NonNegativeInt, Fact(metavar="W")] = 0
     """Bottleneck adapters with this many columns after attention and after the MLP train instead of
     the model's weights (Houlsby et al. 2019; 0: no such adapters)."""
@@ -139,7 +139,7 @@ class Quantised(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=
     recipe: RecipeName = "none"
     """This recipe of config/recipes.yaml quantises the linears of layers (none: no linear is)."""
     fp8_params: bool = False
-    """Parameters themselves are quantised, and are gathered so (Megatron's --fp8-param-gather,
+    """Parameters are held and gathered in quantised form (Megatron's --fp8-param-gather,
     torchao's FP8 all-gather); otherwise quantised weights are copies of the parameters."""
     bf16_ends: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
     """This many layers at each end of the model are not quantised."""
@@ -196,7 +196,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Documents per sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
-    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
+    # Why: docs/decisions/costs.md, Is an expert capacity modelled as an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts drop tokens above their capacity and are not padded up to it."""

@@ -114,7 +114,7 @@ def test_groups_of_layers_have_bounds(layers: int) -> None:
 
 def test_a_search_with_a_package_takes_no_method_of_ours() -> None:
     one = asked("megatron_core", "megatron-core-0.16", pp=2)
-    with pytest.raises(MethodError, match="engine megatron_core has policies of its own"):
+    with pytest.raises(MethodError, match="engine megatron_core takes only its policies"):
         SearchJob(replace(one, only=("full_recompute",)))
     named = "megatron_core:recompute=full"
     assert texts(replace(one, only=(named,))) == {named}

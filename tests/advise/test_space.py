@@ -107,7 +107,7 @@ def test_the_output_names_every_limit_that_applies() -> None:
     experts = not_searched(job(model="mixtral-8x7b"))
     assert pieces not in experts  # it would be refused
     assert "dispatchers other than alltoall (--dispatcher)" in experts
-    assert "exchanges beside another micro-batch (the stack has none)" in experts
+    assert "exchanges during another micro-batch (the stack has none)" in experts
     hopper = {"cluster": "h100-80gb", "system": "megatron-core-0.16", "model": "mixtral-8x7b"}
     assert "dispatchers other than alltoall and deepep (--dispatcher)" in not_searched(
         job(**hopper)

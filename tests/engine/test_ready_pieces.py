@@ -155,7 +155,7 @@ def without(program: Program, drop: Any) -> Program:
 
 LEFT_OUT: dict[str, Callable[[Action, set[Any]], bool]] = {
     # what is said, by what is left out (of an action, and the ends of the copies of states down)
-    "weights of P2 never go up": lambda a, _: a.op == WEIGHTS_UP and a.part == "P2",
+    "weights of P2 never return": lambda a, _: a.op == WEIGHTS_UP and a.part == "P2",
     "P1.states, which is not back": lambda a, _: a.op == STATES_DOWN and a.part == "P1",
     "sends P2 before its update": lambda a, _: a.op == "optimizer" and a.part == "P2",
     "frees P1.states while d2h may": lambda a, ends: a.stream == COMPUTE and a.wait in ends,

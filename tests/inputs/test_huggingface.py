@@ -75,7 +75,7 @@ def test_qwen3_norms_the_heads_of_queries_and_keys(tmp_path: Path) -> None:
 
 
 KNOWN = [name for name in architectures() if not name.startswith(".")]
-MODELLED = f"(config/architectures.yaml has {len(KNOWN)} that are)"
+MODELLED = f"(config/architectures.yaml has the {len(KNOWN)} modelled architectures)"
 
 
 @pytest.mark.parametrize(("base", "changes", "line"), TABLES["refused"])

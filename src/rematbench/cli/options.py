@@ -90,7 +90,7 @@ class RunOptions:
         Option(metavar="9,8,..", help="Number of layers in each of the pp x vpp chunks, in order."),
     ] = ""
     gpipe: Annotated[
-        bool, Option("--gpipe", help="All forwards before all backwards, instead of 1F1B.")
+        bool, Option("--gpipe", help="Run all forwards before all backwards, instead of 1F1B.")
     ] = False
     settings: Annotated[
         list[str] | None,

@@ -218,9 +218,9 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all but those of the system and of the
-        processes.  The latter were measured with an optimizer on the host, and are estimated
-        without."""
+        """Host bytes of a node that training may pin: all except the bytes of the system and of the
+        processes.  The bytes of processes were measured with an optimizer on the host, and are
+        estimated without one."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
             return whole - measured
@@ -234,7 +234,7 @@ class CostModel(KernelCosts):
         """Seconds of the update of a rank's parameters on the host, without the cast of the weights
         (`host_cast_s`).  DeepSpeed binds each rank to its GPU's share of the node's cores; if torch
         updates tensors (`host_tensors`), the running ranks share all cores.  0 for a cluster
-        without a rate, whose step then is not timed (`not_timed`)."""
+        without a rate; the step is then not timed (`not_timed`)."""
         rate, ranks = self.cluster.host_update_parameters_per_s, self.cluster.gpus_per_node
         ranks = min(ranks, self.layout.gpus) if self.system.host.host_tensors else ranks
         return parameters_per_rank * ranks / rate if rate else 0.0
@@ -255,7 +255,7 @@ class CostModel(KernelCosts):
         copies down.  1 on a cluster without an update rate of the host."""
         if not self.cluster.host_update_parameters_per_s:
             return 1.0
-        many = 10**9  # beyond the copies' latency
+        many = 10**9  # so many that the copies' latency does not matter
         cpu_s = self.host_update_beside_s(many, 0.0)
         states = self.system.states.optimizer_bytes * many
         traffic = NO_TRAFFIC._replace(two_way_share=float(two_way))

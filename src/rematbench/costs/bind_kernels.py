@@ -97,8 +97,8 @@ class KernelCosts:
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds that the host needs for the further kernels of grouped ones.  After each weight
-        gradient, autograd calls a hook that takes as long as a launch."""
+        """Seconds that the host needs to issue the kernels of a group after the first.  After each
+        weight gradient, autograd calls a hook that takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
@@ -198,8 +198,8 @@ class KernelCosts:
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
         """Busy seconds of a GEMM or of a grouped GEMM, which runs one kernel per group.  Outside
-        CUDA graphs, these take at least as long as the host needs to issue them.  A grouped weight
-        gradient takes at least as long as its operands are read and its sums read and written."""
+        CUDA graphs, these kernels take at least as long as the host needs to issue them.  A grouped
+        weight gradient takes at least the time to read its operands and read and write its sums."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
@@ -311,7 +311,7 @@ class KernelCosts:
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, for a fraction of its rows."""
         key = (id(op), direction, rows_fraction)
-        if key not in self._ops:  # storing the op keeps its id from being reused
+        if key not in self._ops:  # a stored op keeps its id
             kernels: tuple[Kernel, ...] = getattr(op, direction)
             parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
             self._ops[key] = (op, fsum(self.kernel_s(part, direction) for part in parts))

@@ -66,7 +66,7 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     wider["stage"] = ("tp", "cp", "dp")
     members = wider.get(group, (group,))
     shape = [sizes[name] for name in order]
-    grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
+    grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # the slowest axis comes first
     axes = list(order[::-1])
     if group != "pp":
         grid = np.take(grid, stage, axis=axes.index("pp"))
@@ -116,7 +116,7 @@ def worst_group(
     """The worst-placed group: the one with the fewest ranks on a node, among groups on several
     nodes if there are any."""
     nodes = _ranks(layout, group, stage, order) // gpus_per_node
-    numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
+    numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # unique per (group, node)
     places, counts = np.unique(numbers, return_counts=True)
     first = np.flatnonzero(np.diff(places // (nodes.max() + 1), prepend=-1))
     fewest = np.minimum.reduceat(counts, first)
@@ -243,8 +243,9 @@ def all_to_all_s(
 
 
 def sent_share(ranks: int, fewest_per_node: int, nodes: int, copies: int) -> float:
-    """The share of an all-to-all's bytes that leave a node.  With `copies` > 0, of the copies for
-    all ranks that have some of a token's experts, one goes to each other node with such a rank.
+    """The share of an all-to-all's bytes that leave a node.  With `copies` > 0, a token has one
+    copy for each rank with some of its experts, but sends only one to each other node with such a
+    rank.
 
     Source: DeepEP (deepseek-ai/DeepEP, README: forwarding from network to NVLink).
     """

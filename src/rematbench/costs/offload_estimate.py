@@ -1,4 +1,4 @@
-"""The estimate of first-stage bytes from which the artifact of ATC'24 chooses its share."""
+"""The estimate of first-stage bytes by which the artifact of ATC'24 chooses its offloaded share."""
 
 from msgspec import Struct
 

@@ -48,7 +48,7 @@ def state_bytes(
     """Resident bytes for `parameters` of one rank (after tensor, pipeline and expert parallelism),
     which ZeRO shards over `shards` ranks (None: the data- and context-parallel peers).
 
-    Transient gathered copies (ZeRO-3 layers, FSDP units) are not counted here.
+    The temporary copies that ranks gather (ZeRO-3 layers, FSDP units) are not counted here.
     """
     among = layout.state_shards if shards is None else shards
     held, reduced, updated = (
@@ -68,8 +68,8 @@ def fsdp_shards(layout: Layout, system: System) -> bool:
 
 
 def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
-    """Bytes of the scales of packed weights that a rank holds beyond its share.  FSDP does not
-    shard scales, because they are no parameters (bitsandbytes, nn/modules.py,
+    """Bytes of the scales of packed weights that a rank holds beyond its shard.  FSDP does not
+    shard scales, because they are not parameters (bitsandbytes, nn/modules.py,
     Params4bit.quant_state; AutoGPTQ's buffers)."""
     scales = PACKED_BYTES.get(work.base_dtype, Fraction()) % Fraction(1, 2)
     beside = scales * (1 - Fraction(1, layout.state_shards)) * fsdp_shards(layout, system)
@@ -89,7 +89,7 @@ class HostStates(Struct, frozen=True, kw_only=True):
 
 def sub_groups(parts: Iterable[int], minimum: int) -> list[int]:
     """The parameters of each sub-group on a rank whose tensors have `parts` parameters: a group
-    takes successive tensors until it has at least `minimum` (0: one group of all).  Source:
+    takes successive tensors until it has at least `minimum` (0: one group of all tensors).  Source:
     DeepSpeed 0.19.8, stage3.py, _create_fp16_sub_groups."""
     groups, open_group = [], 0
     for part in parts:
@@ -111,8 +111,8 @@ def zero3_host_states(
 ) -> HostStates:
     """Host bytes of a rank's states with ZeRO 3, which shards each tensor (`tensors`: parameters of
     each).  `optimizer`: the host updates the shards.  `parameters`: the shards are in host memory,
-    and so are the blocks from which they were moved, because torch keeps them.  `share`: the share
-    of sub-groups, the last ones, that the host updates.
+    as are the pinned blocks that held them before, because torch keeps blocks.  `share`: the share
+    of sub-groups that the host updates, counted from the last.
 
     Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
     (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a
@@ -209,7 +209,7 @@ def _pinned(system: System, nbytes: int) -> int:
 
 
 class Buckets(Struct, frozen=True, kw_only=True):
-    """Device bytes of reduce buckets that a stack allocates whole, under ZeRO.
+    """Device bytes of the reduce buckets that a stack allocates as a whole, under ZeRO.
 
     `standing`: buckets that are alive throughout (ZeRO 3: one bucket; ZeRO 1 with several
     micro-batches: from the first backward to the end of the step).  `opened`: buckets that are
@@ -267,8 +267,8 @@ def optimizer_traffic_bytes(system: System, common: CommonConstants) -> float:
 def non_torch_bytes(
     cluster: Cluster, layout: Layout, system: System, calibration: Calibration
 ) -> int:
-    """Device bytes outside torch's allocator: those that the cluster file gives as measured, else
-    the sum of driver, CUDA context and NCCL's buffers for each communicator of the layout."""
+    """Device bytes outside torch's allocator: the measured bytes in the cluster file, otherwise the
+    sum of driver, CUDA context and NCCL's buffers for each communicator of the layout."""
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     common = calibration.common
@@ -280,7 +280,7 @@ def non_torch_bytes(
 
 
 def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
-    """Device bytes that processes may take: the device's memory minus what the driver withholds.
+    """Device bytes that processes may take: the device's memory minus the driver's share.
     nvidia-smi does not count withheld bytes as used: rows that ran out of memory on an A100 of
     81,920 MiB show at most 81,045 (fms-acceleration @876e2ed)."""
     withheld = int(calibration.gpu_bytes(cluster.generation).withheld_bytes)

@@ -22,7 +22,7 @@ ALIGNED_BYTES = 16
 (DU-09798)."""
 HEAD_DIM_MULTIPLE = 32
 """The step between head dimensions that flash-attention 2 and 3 have kernels for (hdim32 to
-hdim256), and the k-step of 16-bit GEMM kernels.  Others are padded to the next one."""
+hdim256), and the k-step of 16-bit GEMM kernels.  Other dimensions are padded to the next step."""
 UNALIGNED_SHARE = 12.21e12 * 160 / 140 / 312e12
 """The share of the dense 16-bit peak that batched GEMMs reach without tensor cores, if their rows
 are not aligned: 140 bf16 columns at 12.21 TFLOP/s on A100, counted as the 160 to which the kernel
@@ -35,7 +35,7 @@ def rounded(width: int, multiple: int) -> int:
 
 def tiled(kernel: Gemm, element_bytes: int, *, weight_gradient: bool) -> Gemm:
     """The GEMM with its widths rounded up to whole tiles: n and k, or m and n of a weight gradient,
-    whose k are tokens."""
+    whose k is the number of tokens."""
     multiple = TILE_BYTES // element_bytes
     n = rounded(kernel.n, multiple)
     if weight_gradient:

@@ -1,4 +1,4 @@
-"""The facts of a stack that act on a job: their other values change its bytes or seconds."""
+"""The facts of a stack that affect a job: other values would change its bytes or seconds."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -29,8 +29,8 @@ GRAPHED = ("none", "layer")
 
 
 def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
-    """The facts, named as in a stack's file, whose other values change the bytes or seconds of a
-    plan; none if the plan cannot be lowered."""
+    """The facts, named as in a stack's file, of which another value would change the bytes or
+    seconds of a plan; none if the plan cannot be lowered."""
     try:
         here = [*_numbers(problem, plan)]
     except PlanError:

@@ -123,7 +123,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
 
 class Speed(Struct, frozen=True, kw_only=True):
     """The speed of a step: tokens/s per GPU, and MFU as fractions of the GPU's peak FLOP/s in the
-    problem's precision (of that in 16 bits, if the cluster's file gives no other)."""
+    problem's precision (the 16-bit peak if the cluster's file gives no other)."""
 
     peak_flop_per_s: float
     tokens_per_s_per_gpu: float
@@ -229,7 +229,7 @@ def host_rates() -> dict[str, float]:
 
 
 def rated(problem: Problem, plan: Plan) -> Problem:
-    """The problem; on a node without the host rate that the plan needs, at the geometric mean of
+    """The problem; if the plan needs a host rate that the node lacks, with the geometric mean of
     the slowest and the fastest measured rate."""
     if problem.untimed or not lacks_host_rate(problem, plan):
         return problem

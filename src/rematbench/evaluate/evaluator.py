@@ -50,10 +50,10 @@ class Lowered:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
-        self.held: dict[int, Reserved] = {}  # results of `weighed`, by usable bytes
+        self.held: dict[int, Reserved] = {}  # `weighed` gives these, by usable bytes
         self.evaluations: dict[bytes, PlanEvaluation] = {}
         self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
-        self._peaks: AllocatorPeaks | None = None  # possibly of a replay that ended early
+        self._peaks: AllocatorPeaks | None = None  # the replay may have ended early
 
     @cached_property
     def program(self) -> Program:
@@ -137,18 +137,17 @@ def replayed(
     enough_bytes: float = inf,
 ) -> AllocatorPeaks:
     """Return the allocator peaks of a rank over two training steps on a device of `capacity_bytes`
-    (None: of unlimited memory).  The second step finds the segments that the first step left
-    cached, and may need others.  Unless `whole`, only the
-    beginning of each step is replayed: up to twice the passes that lead to the peak, and two more.
-    By then the schedule has run for as long as its warm-up, more than a period, and the pattern of
-    blocks repeats (tests compare with all passes).  The replay ends once more than `enough_bytes`
-    are reserved."""
+    (None: unlimited).  The second step finds the segments that the first step left cached, and may
+    need others.  Unless `whole`, only the beginning of each step is replayed: up to twice the
+    passes that lead to the peak, and two more.  By then the schedule has run for as long as its
+    warm-up and for more than a period, and the pattern of blocks repeats (tests compare with all
+    passes).  The replay ends once more than `enough_bytes` are reserved."""
     actions = program.ranks[rank]
     resident = held.blocks(actions.late)
     mode: Mode = "expandable" if program.expandable else "default"
     passes = None if whole else 2 * held.peak_step + 3
     if passes and actions.late:
-        passes += 1  # to reach the second micro-batch, where all gradients are alive
+        passes += 1  # in the second micro-batch all gradients are alive
     return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
 
 

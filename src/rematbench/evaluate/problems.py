@@ -88,8 +88,8 @@ def stack_of(spec: Job) -> System:
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
-    """Return the stack with or without experts' exchanges beside another micro-batch, as `choice`
-    says (None: as in the stack's file)."""
+    """Return the stack with or without experts' exchanges that overlap another micro-batch, as
+    `choice` says (None: as in the stack's file)."""
     if choice is None:
         return system
     kind: EpOverlap = "none" if choice == "off" else "interleaved"
@@ -113,15 +113,15 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
 
 
 def leaner_exchanges(problem: Problem) -> str:
-    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
-    do so already or exchange none."""
+    """Return how experts could exchange fewer bytes, or hide exchanges behind compute, in one line;
+    empty if they do so already or exchange nothing."""
     exchange, others = problem.system.experts, []
     if problem.layout.ep == 1:
         return ""
     if exchange.dispatcher in ("alltoall", "allgather"):
         others.append("deepep and hybridep send a token once to a node (--dispatcher)")
     if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
-        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
+        others.append("exchanges may overlap another micro-batch (--ep-overlap on)")
     return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
 
 

@@ -64,11 +64,11 @@ class _RankCheck:
         self.events: dict[tuple[Event, int, int], VectorClock] = {}
         self.local: dict[Event, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
-        self.held: dict[tuple[Storage, int], Key] = {}  # storages that a whole chunk shares
+        self.held: dict[tuple[Storage, int], Key] = {}  # a whole chunk shares these storages
         self.touched: dict[Key, list[tuple[int, int]]] = {}
-        self.slots: dict[Slot, dict[Key, ModelPart]] = {}  # the tenants of each slot
+        self.slots: dict[Slot, dict[Key, ModelPart]] = {}  # holds the tenants of each slot
         self.states = StateCheck(rank)
-        self.freed_at = 0  # tick of compute's last use of any freed tensor
+        self.freed_at = 0  # the tick at which compute last used a freed tensor
         self.where = ""
 
     def run(self) -> None:

@@ -51,7 +51,7 @@ ALIKE = 0.0005
 LEADING = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "ulysses", "ep", "etp")
 """The facts of a layout with which its columns begin, in this order."""
 WORDS: tuple[str, ...] = (*LEADING, "micro_batch", "global_batch")
-"""The facts of a layout in every table."""
+"""The facts of a layout that every table shows."""
 
 
 class Band(Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
         return self.quick_facts() | {"assumes": assumed(self.problem)}
 
     def quick_facts(self) -> dict[str, Any]:
-        """The same without `assumes`, for which other stacks and networks are simulated."""
+        """The facts without `assumes`, for which other stacks and networks are simulated."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -269,7 +269,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     def stages(self) -> "pd.DataFrame":
         """A table of bytes: one row for each pipeline rank, one column for each kind of memory."""
-        import pandas as pd  # noqa: PLC0415  # a command that needs no such table starts sooner
+        import pandas as pd  # noqa: PLC0415  # other commands then start sooner
 
         ranks = self.evaluation.ranks if self.evaluation else ()
         names = ("parameter", "gradient", "optimizer", "activation_peak", "pools")
@@ -279,12 +279,12 @@ class Result(Struct, frozen=True, kw_only=True):
 
     def row(self) -> dict[str, Any]:
         """Return every number in base SI units and fractions, under the column names of all tables;
-        None if the result has no such number.  If the plan does not fit, the speeds are those that
+        a number that the result lacks is None.  If the plan does not fit, the speeds are those that
         it would have if it did."""
         return self.quick_row() | {"assumes": assumed(self.problem), "run_with": self.command}
 
     def quick_row(self) -> dict[str, Any]:
-        """The same without `assumes` and `run_with`."""
+        """The row without `assumes` and `run_with`."""
         evaluation, (low, high) = self.evaluation, self.band or (None, None)
         notes = self.plan.fit if self.plan else {}
         return {
@@ -401,7 +401,7 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
 
 
 def at_middle_rate(result: Result) -> Result:
-    """A result whose seconds are those of `rated`, where its node has no host rate."""
+    """The result; if its node has no host rate, with the seconds of the problem of `rated`."""
     if result.plan is None or not result.not_timed:
         return result
     there = rated(result.problem, result.plan)

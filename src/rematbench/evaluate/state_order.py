@@ -56,10 +56,10 @@ class _Pieces:
     def __init__(self) -> None:
         self.weights: dict[ModelPart, _Uses] = defaultdict(_Uses)
         self.gradients: dict[ModelPart, _Uses] = defaultdict(_Uses)
-        self.updated: dict[ModelPart, str] = {}  # the stream of each piece's update
-        self.up: set[str] = set()  # pieces whose weights are on the device again
-        self.back: set[str] = set()  # pieces whose states are on the host again
-        self.units: dict[str, frozenset[UnitOf]] = {}  # for pieces that cover only these units
+        self.updated: dict[ModelPart, str] = {}  # the stream that updated each piece
+        self.up: set[str] = set()  # the weights of these pieces are on the device again
+        self.back: set[str] = set()  # the states of these pieces are on the host again
+        self.units: dict[str, frozenset[UnitOf]] = {}  # these pieces cover only these units
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -121,7 +121,7 @@ class _Pieces:
         if self.shards_up:  # The weights' home is the host.
             return ""
         left = [piece for piece in self.updated if piece not in self.up]
-        return f"weights of {left[0]} never go up after their update" if left else ""
+        return f"weights of {left[0]} never return to the device after their update" if left else ""
 
 
 def _gathered(part: ModelPart) -> set[Storage]:
@@ -138,9 +138,9 @@ class StateCheck:
     def __init__(self, rank: RankProgram) -> None:
         self.weights: dict[UnitOf, _Uses] = defaultdict(_Uses)
         self.gradients: dict[UnitOf, _Uses] = defaultdict(_Uses)
-        self.passed: dict[UnitOf, int] = {}  # micro-batch of the latest backward
+        self.passed: dict[UnitOf, int] = {}  # the micro-batch whose backward ran last
         self.reduced: set[UnitOf] = set()
-        self.sent: set[UnitOf] = set()  # units of which a piece's gradients are on the host
+        self.sent: set[UnitOf] = set()  # some gradients of these units are on the host
         self.updated: set[UnitOf] = set()
         self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
@@ -171,7 +171,7 @@ class StateCheck:
         if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
             units = self._exchanged(action, micro_batch, chunk)
             return self._exchange(action.kind, units, stream, clock)
-        if action.op == "gradients":  # a new buffer for the gradients of another micro-batch
+        if action.op == "gradients":  # another micro-batch gets a new buffer
             self.reduced.discard(unit)
         return ""
 

@@ -1,5 +1,5 @@
-"""Facts of a stack that have no source, and a network that nobody published: usual values stand in
-for them, and the answer names these."""
+"""Facts of a stack that have no source, and a network that nobody published: predictions assume
+usual values for them, and name these values."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from rematbench.plan import PlanError
 from rematbench.problem import Problem
 
 OF_A_MODEL = (*Kernels.__struct_fields__, *Loss.__struct_fields__)
-"""Facts that, if they act on a model at all, act on it on one GPU too."""
+"""Facts whose effect on a model, if they have any, also shows on one GPU."""
 _answers: dict[bytes, list[str]] = {}
 """A cache of answers for jobs on one GPU, which many layouts of a model share."""
 

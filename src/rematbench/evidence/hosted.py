@@ -74,8 +74,8 @@ def is_update_fitted(row: Row) -> bool:
 
 
 def is_host_fitted(row: Row) -> bool:
-    """Whether the `host_other_bytes` of a node is fitted to a row: its model is the node's
-    smallest."""
+    """Whether a node's `host_other_bytes` is fitted to this row, whose model is then as small as
+    the smallest of the node's rows."""
     return whole(row, "parameters") == _smallest()[node_file(row)]
 
 

@@ -322,9 +322,9 @@ NO_SPEED = frozenset(
 
 
 def published_stack(problem: Problem) -> str:
-    """The name of the shipped stack, with any of its options on, that has the speed facts and
-    constants of the problem's stack; "" if there is none.  Among several, a stack with published
-    rows is preferred, then the stack of the same name."""
+    """The name of a shipped stack that, with some of its options on, has the constants of the
+    problem's stack and equals it in all fields that affect speed; "" if there is none.  Among
+    several, a stack with published rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
     generation = problem.cluster.generation
     if problem.attention == "flash":

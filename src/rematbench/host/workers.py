@@ -1,9 +1,9 @@
 """Worker processes with a limit of CPU seconds per task.
 
 Workers are forked from a server process that has imported their modules: a new worker imports
-nothing, and no thread or lock of this process is copied.  The limit counts CPU seconds, so that a
-busy machine does not change which tasks finish.  A solver may ignore signals, so the kernel ends
-its process (RLIMIT_CPU), and a new process takes over.
+nothing, and no thread or lock of the calling process is copied.  The limit counts CPU seconds, so
+that a busy machine does not change which tasks finish.  A solver may ignore signals, so the kernel
+ends its process (RLIMIT_CPU), and a new process takes over.
 """
 
 import gc

@@ -135,11 +135,12 @@ def _unmodelled(kind: str, data: Config) -> str:
     not suggested, because reading the config as another architecture would drop features."""
     known = sorted(name for name in architectures() if not name.startswith("."))
     has = dict.fromkeys(words for key, words in common().features.items() if _at(data, key))
-    why = f": it has {' and '.join(has)}, which is not modelled" if has else " is not modelled"
+    why = f" because it has {' and '.join(has)}" if has else ""
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
-    own = "" if "block_configs" in data else OWN_FILE  # a model file has one width for all layers
-    return f"{kind!r}{why}{typed} (config/architectures.yaml has {len(known)} that are){own}"
+    own = "" if "block_configs" in data else OWN_FILE  # model files have no layers of other widths
+    listed = f" (config/architectures.yaml has the {len(known)} modelled architectures)"
+    return f"{kind!r} is not modelled{why}{typed}{listed}{own}"
 
 
 def _at(data: Config, key: str) -> Any:

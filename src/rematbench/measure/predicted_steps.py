@@ -83,7 +83,7 @@ def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) ->
         if changed or old.keys() - same.keys():
             first = (changed or sorted(old.keys() - same.keys()))[0]
             raise CommandError(
-                f"{path}: the prediction of {first} has changed; replace the file with --anew"
+                f"{path}: the prediction of {first} changed or is gone; --anew replaces the file"
             )
         return f"{path}: unchanged, {len(old)} predictions"
     path.unlink(missing_ok=True)

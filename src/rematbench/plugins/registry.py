@@ -210,8 +210,8 @@ def _where(method: Method, error: Exception) -> str:
 
 class Registry(Struct, frozen=True):
     """All discovered methods; the reasons why files could not be loaded, by file; and the baseline
-    policies, whose names mean a method with settings.  `packages` loads the policies of the real
-    packages in baselines/, which a text may name like a method."""
+    policies, whose names mean a method with settings.  `packages` loads the policies of the
+    packages in baselines/, which a text may name like methods."""
 
     methods: dict[str, MethodEntry]
     broken: dict[str, str]

@@ -133,7 +133,7 @@ def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
     offsets = best_fit(tensors)
     solver: Literal["best_fit", "milp"] = "best_fit"
     pairs: list[tuple[int, int]] = []
-    if _peak(tensors, offsets) > bound and max_nodes:  # pairs that are alive at the same time
+    if _peak(tensors, offsets) > bound and max_nodes:  # the pairs are alive at the same time
         pairs = [(i, j) for i, others in enumerate(_beside(tensors)) for j in others if i < j]
     if 0 < len(pairs) <= MAX_PAIRS:
         better = _solve(tensors, pairs, bound, _peak(tensors, offsets), max_nodes)

@@ -106,8 +106,8 @@ def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rul
 
 
 def chosen_layers(base: Plan, layers: str) -> tuple[int, ...] | str:
-    """The layers that a text lists (`0-5,20`: global indices, of which prediction layers follow the
-    decoder's); a sentence if the text is wrong or lists none of the layers."""
+    """The layers that a text lists (`0-5,20`: global indices; prediction layers come last), or a
+    sentence that says why the text is wrong."""
     last = max(layer for chunk in chunks_of(base) for layer in chunk)
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", layers):
         return f"{layers!r} is not a list of layers such as 0-5,20"
@@ -116,7 +116,7 @@ def chosen_layers(base: Plan, layers: str) -> tuple[int, ...] | str:
         first, _, end = word.partition("-")
         found |= set(range(int(first), min(int(end or first), last + 1) + 1))
     if not found or max(found) > last:
-        return f"layers {layers}: the layers are 0-{last}"
+        return f"layers {layers}: the model has layers 0-{last}"
     return tuple(sorted(found))
 
 

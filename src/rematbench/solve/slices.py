@@ -18,7 +18,7 @@ def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool =
     """Why a base cannot be cut into `count` slices; empty if it can."""
     usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
     if base.schedule not in usual or base.orders or base.slices:
-        other = "an order of its own" if base.orders or base.slices else base.schedule
+        other = "another order" if base.orders or base.slices else base.schedule
         return f"needs a base with the passes of {' or '.join(usual)}, not {other}"
     probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
     of_job = problem.system, problem.layout, problem.workload, problem.attention

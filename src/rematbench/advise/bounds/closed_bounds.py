@@ -20,8 +20,8 @@ ROUNDING_BYTES = 1 << 20
 
 
 ROUNDED_BYTES = 64
-"""An allowance for rounding: shards of states are whole numbers, so that equal layers may add
-slightly different numbers of bytes."""
+"""An allowance for rounding: shards of states are whole numbers, so equal layers may add slightly
+different numbers of bytes."""
 
 
 class Total:
@@ -250,7 +250,7 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
     each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
     found = []
-    pinned: dict[int, Array] = {}  # by stage
+    pinned: dict[int, Array] = {}  # the key is the stage
     for node in c.nodes:
         total = nothing
         for stage, passes in node.items():

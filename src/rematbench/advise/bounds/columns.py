@@ -86,7 +86,7 @@ class Columns:
         stage, by the stages there."""
         node, ranks = self.gpus_per_node, self.ranks_of_stage
         found: list[dict[int, NDArray[np.int64]]] = []
-        for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+        for begun in (0 * ranks, -(-ranks // node) * node):  # this many ranks come before the node
             found.append({})
             for stage in range(2 + 2 * node // int(ranks.min())):
                 end = np.minimum((stage + 1) * ranks, begun + node)
@@ -123,7 +123,7 @@ class Columns:
         found = []
         for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
             others = self.in_flight[rank] - 1
-            since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
+            since = np.where(self.vpp == 1, others, 2 * after)  # counts forwards after its own
             since = np.where(self.waits, self.pp - 1, since)
             own = (since >= 1) & (since <= release_lag)
             found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
@@ -225,8 +225,8 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
-    """Ranks over which each kind of state is sharded.  It is 2**60, so that almost nothing is left
-    on the device, for states in host memory and for gradients that may not exist yet."""
+    """The number of ranks over which each kind of state is sharded; 2**60, which leaves almost no
+    bytes on the device, for states in host memory and for gradients that may not exist yet."""
     fates = state_fates(layout, problem.system)
     away = [f.home == "host" or _comes_later(f, layout, problem) for f in fates]
     return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
@@ -252,8 +252,8 @@ def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
 
 
 def _rank_layers(lay: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of the first, second and last rank; the layers, the layers before, and the number of
-    the inner rank that bounds the step most; the layers before the last rank."""
+    """The layers of the first, second and last rank; of the inner rank that bounds the step most:
+    its layers, the layers before it, and its number; and the layers before the last rank."""
     ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
     before = [sum(sizes[:rank]) for rank in range(lay.pp)]
     inner = range(1, lay.pp - 1)

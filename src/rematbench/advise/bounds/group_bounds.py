@@ -64,7 +64,7 @@ SHARED = 0.998
 
 def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
     """The `falls` of a Short.  A layout lacks host bytes if no step has room in host memory;
-    otherwise the device bytes count that the steps with such room lack."""
+    otherwise it lacks the fewest device bytes of the steps with such room."""
     lacked = np.where(host > 0, inf, device).min(axis=0)
     found: list[tuple[float, bool] | None] = []
     for nbytes, host_bytes in zip(lacked.tolist(), host.min(axis=0).tolist(), strict=True):
@@ -260,7 +260,7 @@ class GroupBounds(LayoutGroup):
         if isinstance(floors, Refused):
             return None
         lean, host_bytes = self.stored(candidate, floors)
-        cut = candidate.whole != candidate  # pieces have other transients
+        cut = candidate.whole != candidate  # transient bytes differ in pieces
         peak_bytes = peak_bound(self.columns, lean) if cut else self._above(lean, None)
         device = self.wide(
             candidate, peak_bytes - self.rounding_bytes(candidate) - self.usable_bytes
@@ -325,7 +325,7 @@ class GroupBounds(LayoutGroup):
         peak_bytes = self._peak_bytes(candidate, nbytes, lean)
         step_s = partial(
             GroupBounds._step_s, proxy(self), candidate, pieces
-        )  # no cycle of references
+        )  # a proxy avoids a cycle of references
         return Bounds(peak_bytes, host_bytes, step_s)
 
     def _step_s(self, candidate: Candidate, pieces: int) -> Array:
@@ -335,7 +335,7 @@ class GroupBounds(LayoutGroup):
         one = self.probe(candidate, pieces)
         assert isinstance(one, Probe)
         layerwise = one.copies and one.transfers.granularity == "layer"
-        more = AS_PROBED if layerwise else self.wider  # compute may wait for copies meanwhile
+        more = AS_PROBED if layerwise else self.wider  # copies may hide the excess
         found = step_bound(columns, timed, self.send_s, more, any_order=one.reordered)
         return self.wide(candidate, found + self.end_s)
 
@@ -353,9 +353,9 @@ class GroupBounds(LayoutGroup):
     def _waiting(
         self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
     ) -> Waiting:
-        """The model's last chunk where its backward does not follow its forward at once, as in
-        probes, which then copy nothing of it.  `one`: the probe at the end of the candidate's
-        share; `ends`: at both ends, `lean`: along it."""
+        """The model's last chunk if its backward does not follow its forward at once.  In probes it
+        does, so they copy nothing of this chunk.  `one`: the probe at the end of the candidate's
+        share; `ends`: facts at both ends of the share, `lean`: along it."""
         ending = self.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)
@@ -399,7 +399,7 @@ class GroupBounds(LayoutGroup):
         probe, cost = self.probe(candidate, pieces), self.problem.cost
         shares = self.shares(candidate)[0]
         assert isinstance(probe, Probe)
-        if probe.reordered:  # the walk has no such order
+        if probe.reordered:  # the walk knows only whole passes
             return float(self._step_s(candidate, pieces)[step - 1, index]) * SHARED
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
         facts = self.at_share(candidate, self._timed(candidate, pieces), share)

@@ -1,5 +1,5 @@
-"""Groups of layouts that split a layer's tensors in the same way, and the costs there that no plan
-changes: messages, the end of a step, states, free bytes."""
+"""Groups of layouts that split a layer's tensors in the same way, and their costs that do not
+depend on the plan: messages, the end of a step, states, free bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced

@@ -302,7 +302,7 @@ class More(NamedTuple):
 
 
 NEAR = 0.99
-"""The factor on these seconds, because seconds of a chunk are not exactly linear in its layers: the
+"""The factor on such seconds, because seconds of a chunk are not exactly linear in its layers: the
 first kernel of a kind may wait for its launch."""
 
 

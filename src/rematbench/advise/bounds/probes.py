@@ -169,7 +169,7 @@ class Measured:
             return (0,)  # other passes may keep less
         chunk = self.small.last_chunk(self.plan)
         last, (fates, _) = chunk.layers, chunk.fates(self.plan, "steady", 0)
-        kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
+        kept = [0] * (len(last) + 1)  # first the head, then layers from the last on
         for (part, layer, _), fate in fates.items():
             kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
         return tuple(accumulate(kept))
@@ -204,7 +204,7 @@ class Prober:
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
-        self._layers: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods and unit
+        self._layers: dict[tuple[str, ...], int] = {}  # keyed by methods and unit
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
@@ -280,7 +280,7 @@ class Prober:
             slope = ending = further(deeper, middle, unit)
             if same is not None:
                 ending = further(same.cost(2, traffic), same.cost(1, traffic), unit)
-            elif ended is not made:  # no copies of the last rank's chunk
+            elif ended is not made:  # the last rank's chunk is not copied
                 ending = further(ended.cost(3, traffic), last, unit)
             return Facts(
                 Line(sizes[0], first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
@@ -375,7 +375,7 @@ class Prober:
         # A layer waits for the copies of an earlier one once every reload slot is in use.
         layers = moves.reload_slots + 1 if moves.granularity == "layer" else 1
         if fewest < layers:
-            return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
+            return Refused(f"copies by layer do not repeat yet after {fewest}", layers)
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:

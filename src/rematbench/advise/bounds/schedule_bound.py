@@ -67,7 +67,7 @@ class Stages(NamedTuple):
 def _all(
     lines: Sequence[Line], sizes: Sequence[int], which: Callable[[ChunkCost], float]
 ) -> list[float]:
-    known: dict[tuple[int, int], float] = {}  # stages have few lines and numbers of layers
+    known: dict[tuple[int, int], float] = {}  # most stages share line and layers
     found = []
     for line, layers in zip(lines, sizes, strict=True):
         key = (id(line), layers)
@@ -94,7 +94,7 @@ def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
     out, back = (
         _all(copied, sizes, which) for which in (lambda c: c.out_bytes, lambda c: c.back_bytes)
     )
-    behind = 0  # layers after a stage, from the last stage on
+    behind = 0  # counts the layers after a stage, from the end
     surely = []
     for layers, outwards, inwards in zip(sizes[::-1], out[::-1], back[::-1], strict=True):
         nbytes = outwards + inwards
@@ -310,7 +310,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             known[keys[-1]] = end.blocks
     if not system.host.launch_blocking:
         costs.pieces = piece_traffic((known[key] for key in keys), system.states.param_bytes)
-    first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
+    first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # keeps a key's first rank
     seconds = {key: _through(known[key], rank, costs) for key, rank in first.items()}
     return Frame(
         turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
@@ -373,7 +373,7 @@ def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Sta
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
-    known: dict[tuple[int, int], Stage] = {}  # without copies, by the role and layers of a stage
+    known: dict[tuple[int, int], Stage] = {}  # keyed by role and layers; copies come later
     kinds = [(id(role), n) for role, n in zip(chunks.lines, chunks.sizes, strict=True)]
     for kind, role in zip(kinds, chunks.lines, strict=True):
         if kind not in known:

@@ -360,7 +360,7 @@ def _walk(
         at += taken
         if (later := issued + from_host) > at:
             at = later
-        if pass_id < half:  # a backward
+        if pass_id < half:  # the pass is a backward
             landed = here[pass_id + half]
             at = max(at, landed + landed_s[piece >> 1]) if landed else at
             sent[pass_id] = at + message_s

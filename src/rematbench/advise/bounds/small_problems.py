@@ -58,7 +58,7 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count, stages="")
-    model = layout.tp * layout.cp * layout.ulysses  # ranks of one copy of a stage
+    model = layout.tp * layout.cp * layout.ulysses  # these ranks hold one copy of a stage
     block = layout.ep * layout.expert_tp
 
     def fills(copies: int) -> bool:
@@ -66,7 +66,7 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
         whole = all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain))
         return whole and gpus <= layout.gpus
 
-    fewest = block // gcd(block, model)  # copies in which whole groups of experts lie
+    fewest = block // gcd(block, model)  # they hold only whole groups of experts
     copies = next(filter(fills, range(fewest, domain * block + 1, fewest)), fewest)
     return replace(
         layout,

@@ -1,1 +1,1 @@
-"""What comparisons and searches try: methods, layouts, and trials of plans."""
+"""The candidates of comparisons and searches: methods, layouts, and trials of plans."""

@@ -45,7 +45,7 @@ MOST_MICRO_BATCH = 64
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Degrees that the user has fixed; None for a degree to search.  `sp`: whether sequence
     parallelism is on.  `shard_degree` is not searched (0: all peers share sharded states).  Facts
-    of the job's degrees that are no fields here hold for every layout."""
+    of the job's degrees that this class lacks hold for every layout."""
 
     tp: int | None = None
     sp: bool | None = None
@@ -240,7 +240,7 @@ def layouts(
     asked, batch = spec.gpus, spec.degrees.global_batch
     if spec.degrees.tp_columns > 1:
         raise LayoutError(
-            "search tries no tp_columns above 1: give the layout to simulate or compare"
+            "search does not try tp_columns above 1: give the layout to simulate or compare"
         )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
     rings = system.parallel.cp_kind in ("allgather", "ring")
@@ -294,7 +294,7 @@ def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
 
 
 def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
-    """Chunks per rank to try: that of stated stages; otherwise 1, and each number with which all
+    """Chunks per rank to try: the number of stated stages; otherwise 1, and each with which all
     chunks have equally many layers if embedding, head or both count as a layer (Megatron:
     account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).  If there is no
     such number, those with which the end chunks are not empty and together lack at most MOST_LESS

@@ -72,7 +72,7 @@ class Comparison:
         self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
         self.all, self.named = not only, {candidate.name for candidate in named}
         first = first_candidates(self.registry, config, job.problem) if self.all else []
-        self.first = sorted(first, key=self._has_planner)  # of equal plans, a planner's comes last
+        self.first = sorted(first, key=self._has_planner)  # so of equal plans a planner's is last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
@@ -214,9 +214,9 @@ class Comparison:
 def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
     """The pairs that a table shows, and the number of pairs dropped as repetitions.
 
-    Dropped are, unless `named`, compositions and policies whose plan equals an earlier one, and
-    policies whose tuning ends at their method's plan.  A method whose plan equals an earlier one
-    stays, with `same_as` set.
+    Compositions and policies whose plan equals an earlier one are dropped unless they are `named`,
+    and so are policies whose tuning ends at their method's plan.  A method whose plan equals an
+    earlier one stays, with `same_as` set.
     """
     seen: dict[bytes, str] = {}
     rows: list[Pair] = []

@@ -52,7 +52,7 @@ class Contender(Candidate, frozen=True, kw_only=True):
         return replace(self, parts=(*before, Variant(last.method, last.at(step))))
 
     def named(self, text: str) -> "Contender":
-        """The candidate with one part, the text from which its plan was made."""
+        """The candidate with a single part: `text`, from which its plan was made."""
         return replace(self, parts=(Variant(self.family, text),))
 
 

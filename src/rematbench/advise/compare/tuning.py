@@ -27,8 +27,8 @@ from rematbench.solve.search import smallest_feasible
 
 Task = Contender | Pair
 """A candidate to evaluate, or a candidate with a result whose step is to be broken into parts.
-Parts are a task of their own, because their simulations cost more than all other work and most
-results have no row."""
+Breaking a step into parts is a separate task, because its simulations cost more than all other work
+and most results have no row."""
 FRAGMENTS = 0.1
 """The share of device memory by which fragmentation may differ between two plans."""
 
@@ -121,7 +121,7 @@ class Tuning:
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
-        return make_plan(method.methods[0], self.problem, base)  # refuses without naming itself
+        return make_plan(method.methods[0], self.problem, base)  # a refusal without the name
 
 
 def blank(job: PlannedJob, candidate: Contender) -> Result:

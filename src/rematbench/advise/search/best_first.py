@@ -368,7 +368,7 @@ class Search:
             yield trial
 
     def note_step(self, step_s: float) -> None:
-        """Note the step time, in seconds, of a plan that fits, also one of another process."""
+        """Note the step time, in seconds, of a plan that fits, of this or another process."""
         self.queue.best_s = min(self.queue.best_s, step_s)
 
     def list_all(self) -> None:
@@ -491,7 +491,7 @@ class Search:
                 layout.fits[candidate] = min(entry.step, layout.fits.get(candidate, entry.step))
             if candidate.share:
                 self.memory.queue_step(layout, candidate, entry.pieces, bound_s, entry.step)
-            elif not self.family.ends(candidate):  # with a share: when it is judged
+            elif not self.family.ends(candidate):  # with a share, `judge` queues it
                 self.queue.postpone(step_s, layout.entry("expand", candidate))
             self.note_step(step_s)
             layout.counted = step_s < self.queue.faster_than_s < inf

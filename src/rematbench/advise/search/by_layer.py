@@ -2,8 +2,8 @@
 stages, and each stage recomputes the fewest layers with which it fits.
 
 What a rank holds depends only on its own layers, so each rank's list is found separately.  Lists
-begin with the first layers of a chunk, because their backward comes last, when the least is alive.
-Every plan is simulated; nothing here is bounded.
+begin with the first layers of a chunk, because their backward comes last, when the fewest bytes are
+live.  Every plan is simulated; no plan has a lower bound.
 """
 
 from collections.abc import Iterator, Sequence

@@ -199,7 +199,7 @@ class SearchSpace:
         return False
 
     def job(self, choice: LayoutChoice) -> PlannedJob:
-        """The job of a layout, with the words of its command if a command can express it."""
+        """The job of a layout, with its command-line options if options can express it."""
         problem = self.problem(choice)
         return PlannedJob(
             problem=problem, base=choice.base(problem.base_plan), words=self._words(choice)
@@ -273,7 +273,7 @@ class SearchSpace:
             raise RateError(f"a search ranks plans by seconds; {problem.untimed}")
         if self.system.host.optimizer_on_host:
             problem = rated(problem, problem.base_plan)
-        if self.evaluator:  # a problem and its costs hold each other, but no programs
+        if self.evaluator:  # a proxy, so that problems do not keep programs alive
             weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)
         return reserving(self.request.reserve_gib, problem)
@@ -321,7 +321,7 @@ def _registry(request: SearchRequest) -> Registry:
     for text in request.only if request.engine in baselines() else ():
         if text != IDENTITY and text.partition(":")[0] != request.engine:
             raise MethodError(
-                f"{text!r}: engine {request.engine} has policies of its own: give their names, "
+                f"{text!r}: engine {request.engine} takes only its policies: give their names, "
                 f"such as {request.engine}:KEY=VALUE, or no method"
             )
     planned = [

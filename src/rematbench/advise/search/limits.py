@@ -26,7 +26,7 @@ def space_words(job: SearchSpace) -> str:
 
 
 def not_searched(job: SearchSpace) -> list[str]:
-    """What the space leaves out although `simulate` supports it, then what is not modelled."""
+    """What the search leaves out although `simulate` supports it, then what is not modelled."""
     layouts = [choice.layout for choice in job.space.choices]
     units = f"groups of more than {LARGEST_UNIT} layers"
     methods = [units] if job.package else _of_methods(job)
@@ -56,7 +56,7 @@ def _of_exchanges(job: SearchSpace) -> Iterator[str]:
     tried = [system.experts.dispatcher, other_dispatcher(spec, job.cluster, system)]
     yield f"dispatchers other than {' and '.join(filter(None, tried))} (--dispatcher)"
     if "ep_overlap" not in system.accepts.features:
-        yield "exchanges beside another micro-batch (the stack has none)"
+        yield "exchanges during another micro-batch (the stack has none)"
     elif switches_overlap(spec, system):
         yield "delayed weight gradients (--ep-overlap delayed_wgrad)"
 
@@ -68,7 +68,7 @@ def _of_methods(job: SearchSpace) -> Iterator[str]:
     yield "settings of methods that are not in their grids"
     if not job.states and job.model.experts is None:
         yield "optimizer states on the host in pieces (name optimizer_offload with --method)"
-    yield "gradients that leave in the backward (compare takes methods of such states)"
+    yield "gradients that leave the device in the backward (compare takes such methods)"
 
 
 def _not_modelled(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:

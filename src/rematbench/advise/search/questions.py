@@ -30,7 +30,7 @@ MOST_ROUNDS, HALVINGS = MINUTE, 3
 """The most rounds of a search for a plan that fits with a change, and how often the change is
 halved.  If such a search returns no plan, one may still exist."""
 LOOK = 1
-"""The rounds of a short look for a plan that fits."""
+"""The rounds of a short search for a plan that fits."""
 Answer = tuple[int, Result | None]
 """A value that was tried, and a plan that reaches the goal with it (None: there is none)."""
 
@@ -94,7 +94,7 @@ def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
 def _has_layout(request: SearchRequest) -> bool:
     try:
         SearchSpace(request).ready()
-    except (LayoutError, MethodError):  # no layout, or none that the engine has options for
+    except (LayoutError, MethodError):  # no layout remains for the engine
         return False
     return True
 
@@ -151,7 +151,7 @@ def largest_rank(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
 
 
 BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
-"""Formats of frozen weights, the widest first, with their bits (0: those of the precision)."""
+"""Formats of frozen weights, the widest first, with their bits (0: the bits of the precision)."""
 
 
 def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
@@ -219,9 +219,9 @@ def _answers(
 
 
 def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tuple[str, Result]]:
-    """Yield changes in words, each with a plan that fits after it, for a search without any: no
-    memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.  Of each
-    kind, only the smallest change that has a plan is yielded."""
+    """For a search without a plan that fits, yield changes in words, each with a plan that then
+    fits: no memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.
+    Of each kind, only the smallest change that has a plan is yielded."""
 
     def fits(**changes: Any) -> Result | None:
         there = replace(request, spec=request.spec.changed(**changes))
@@ -229,7 +229,7 @@ def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tup
 
     spec, cluster = request.spec, _cluster(request)
     hbm = spec.stack.hbm_bytes or cluster.hbm_bytes
-    if at.short_bytes < inf:  # else no plan lacked device memory
+    if at.short_bytes < inf:  # if infinite, no plan lacked device memory
         tight = replace(request, reserve_gib=0.0)
         if request != tight and (result := reached(tight, inf, run, MOST_ROUNDS)):
             yield "tightly, within our memory error (--reserve-gib 0)", result

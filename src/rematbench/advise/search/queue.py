@@ -302,7 +302,7 @@ class SearchQueue:
         counting = self.faster_than_s < inf
         most = self.faster_than_s if counting else SHOWN * self.best_s
         if counting and entry.stage == "grow" and bound_s < most:
-            bound_s = nextafter(most, 0.0)  # last, because it rarely makes a layout fast enough
+            bound_s = nextafter(most, 0.0)  # growing comes last, because it rarely helps
         if bound_s < most or self.listing:
             self.entries.push(bound_s, entry, ripe=ripe)
         else:
@@ -362,7 +362,7 @@ class Exclusions:
         self.counts: Counter[str] = Counter()
         self.device_short_bytes = self.host_short_bytes = inf
         self.refusal = ""
-        self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # with the bytes lacked at least
+        self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # the bytes are a lower bound
 
     def note(self, trial: Trial, trials: LayoutTrials) -> None:
         """Note what a plan of a layout lacks, or why there is none."""

@@ -324,8 +324,8 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def place_of(result: Result) -> Hashable:
-    """A key that is equal for plans with the same layout, the same layers on each rank and the same
-    places of optimizer states."""
+    """A key that is equal for plans with the same layout, the same layers on each rank, the same
+    exchange between experts and the same places of optimizer states."""
     problem, system = result.problem, result.problem.system
     pieces = result.plan.state("optimizer").pieces if result.plan else None
     chosen = (system.host.optimizer_on_host, system.experts)
@@ -364,7 +364,7 @@ def solve_planners(
         for choice in choices:
             pool.add([(method, choice) for method in waiting])
             answers = {method: answer for (method, _), answer in pool.run()}
-            for method in list(waiting):  # in a fixed order, whichever ends first
+            for method in list(waiting):  # the order does not depend on which ends first
                 answer = answers[method]
                 if isinstance(answer, str):
                     waiting.remove(method)

@@ -74,7 +74,7 @@ def of_packages(
         request = replace(job.request, engine=name, only=())
         try:
             SearchSpace(request).ready()
-        except MethodError:  # no options on any of these layouts
+        except MethodError:  # the package has no options for any of these layouts
             continue
         ours = [item for item in known if name in item.runs_on]
         least_s = min((item.fitting_s for item in ours), default=math.inf)

@@ -1,18 +1,18 @@
-"""Operators of a model of which only a part trains: what they save follows from what trains.
+"""The operators of a model of which only some weights train, and what they then save.
 
 A frozen linear saves no input, and an operator none of whose inputs has a gradient saves nothing.
-An adapter (Hu et al. 2021, arXiv 2106.09685) adds y = x W + s (x A) B beside a linear: operators of
-its own make x A, from a copy of x where the adapter drops a part of it or has another type, and the
-linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
-arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
-A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) stands behind attention and behind the
-MLP: a linear to few columns, GELU, a linear back, and a sum with its input.
-A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
-With tensor parallelism an adapter is Megatron Bridge's (peft/utils.py, ParallelLinearAdapter):
-ranks split A by its own columns before a column-parallel linear, where A keeps the gathered input,
-and by the input's columns before a row-parallel one; they split B by its columns.  Behind a
-row-parallel linear the product with B is gathered too.  Deviations: r-wide products are summed, not
-gathered, and TransformerEngine's gather of a norm's output, for linear and adapter, runs twice.
+An adapter (Hu et al. 2021, arXiv 2106.09685) changes a linear to y = x W + s (x A) B.  Separate
+operators compute x A, from a copy of x if the adapter applies dropout to it or has another type;
+the linear's operator multiplies by B.  The adapter saves the input of A if A trains (LoRA-FA trains
+B alone, arXiv 2308.03303), and x A.  Source of the copies and sums: PEFT, tuners/lora/layer.py.
+A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) follows attention and the MLP: a linear
+to few columns, GELU, a linear back, and a sum with the adapter's input.
+Each product widens the whole weight of a 4- or 8-bit linear (bitsandbytes, autograd/_functions.py).
+With tensor parallelism adapters are those of Megatron Bridge (peft/utils.py,
+ParallelLinearAdapter).  At a column-parallel linear, ranks split the columns of A and save its
+gathered input; at a row-parallel linear they split the rows of A and also gather the product with
+B.  They always split the columns of B.  Deviations: ranks sum products with A instead of gathering
+them, and gather a norm's output twice, for the linear and for the adapter.
 Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
 input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
 Deviations: the first layer's input has a gradient only where recomputation is reentrant
@@ -47,23 +47,23 @@ WIDE = (
     *("embedding_out", "layer_input", "attn_residual", "gate_out", "up_out", "act_out"),
     *("fc2_in", "fc2_out", "layer_output"),
 )
-"""The tensors of a layer, beside outputs of norms, that fp32 norms make fp32."""
+"""The tensors of a layer, besides the outputs of norms, that are fp32 if norms are fp32."""
 BOTTLENECKS = {"proj_out": "attn", "fc2_out": "mlp"}
-"""The tensors behind which bottleneck adapters stand, and the word in the names of theirs."""
+"""The tensors that bottleneck adapters read, and the word in the names of the adapters' tensors."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
 
 
 class Place(Struct, frozen=True, order=True):
-    """What a part's weights and input are: `trains`: whether its own weights (or adapters) train;
-    `differentiated`: whether its input has a gradient."""
+    """`trains`: whether weights (or adapters) of a part of the model train; `differentiated`:
+    whether the part's input has a gradient."""
 
     trains: bool = True
     differentiated: bool = True
 
 
 def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
-    """The place of a layer, or after the last layer of the head.  `embedded`: whether the embedding
-    trains."""
+    """The `Place` of a layer, or of the head if `layer` is the number of layers.  `embedded`:
+    whether the embedding trains."""
     if work.trains_all:
         return Place()
     inside = work.adapted or work.trains("norms") or not work.trained_parts
@@ -74,12 +74,12 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
 def trained_table(
     table: OpTable, work: Workload, system: System, place: Place, tp: int = 1
 ) -> OpTable:
-    """The operators of a part, of which only what the work says trains, on one of `tp` ranks."""
+    """The operators of a part on one of `tp` ranks, if only the weights that `work` names train."""
     return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
 
 
 def _is_wide(name: str) -> bool:
-    """Whether fp32 norms make a tensor of a layer fp32."""
+    """Whether a tensor of a layer is fp32 if norms are fp32."""
     return name in WIDE or name.endswith("norm_out")
 
 
@@ -88,8 +88,8 @@ def _reads_weights(kernel: Kernel) -> bool:
 
 
 def _doubled(comm: Comm | None) -> Comm | None:
-    """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
-    gathered, at half of an all-reduce's cost."""
+    """The collective of a linear, with the bytes of its adapter added.  If the linear all-reduces,
+    the adapter gathers its product, at half of an all-reduce's cost."""
     halves = 3 if comm and comm.kind == "all_reduce" else 4
     return comm and replace(comm, nbytes=comm.nbytes * halves // 2)
 
@@ -116,7 +116,7 @@ class _Trainer:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
-        self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
+        self.behind: dict[str, str] = {}  # maps the input of a bottleneck adapter to its output
 
     def table(self) -> OpTable:
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
@@ -156,7 +156,7 @@ class _Trainer:
         work, place = self.work, self.place
         if not work.partly:
             return True
-        if not (work.adapted or work.trained_parts):  # layers are frozen from below
+        if not (work.adapted or work.trained_parts):  # only the first layers are frozen
             return place.trains
         if op.name in ("embedding", "lm_head"):
             ends = {"head" if op.name == "lm_head" else "embedding"}
@@ -165,7 +165,7 @@ class _Trainer:
         return place.trains and op.name.endswith("norm") and work.trains("norms")
 
     def _held(self, op: Op, *, whole: bool) -> dict[str, Any]:
-        """The operator's weights in parameters of the stack, and the number that trains."""
+        """The fields of the operator that depend on whether its weights train or are packed."""
         own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
         if whole:
             return {"parameters": self._wide(op.parameters), "trained": op.parameters}
@@ -185,7 +185,7 @@ class _Trainer:
         }
 
     def _wide(self, count: int) -> int:
-        """Weights that train, in parameters of the stack."""
+        """The size of `count` training weights, in parameters of the stack's precision."""
         own = self.system.states.param_bytes
         return ceil(count * max(FP32, own) / own) if self.widens else count
 
@@ -291,8 +291,8 @@ class _Trainer:
         return name
 
     def _gather(self, op: Op, target: str, x: str, columns: int) -> Iterator[Op]:
-        """The gather of the input's rows over tensor-parallel ranks, which adapters of one linear
-        share where the stack fuses it."""
+        """The gather of the input's rows over tensor-parallel ranks; the adapters of one linear
+        share it if the stack fuses linears."""
         if x in self.gathered and self.system.kernels.fused_linears:
             return
         live, rows = x in self.live, self.activations[op.outputs[0]].rows
@@ -306,12 +306,12 @@ class _Trainer:
 
     def _inputs(self, op: Op, target: str, *, split: bool) -> Iterator[Op]:
         """The operators that copy the input of an adapter and multiply it by A.  `split`: the
-        linear is row-parallel, and its ranks have some columns of the input."""
+        linear is row-parallel, so each rank has some columns of the input."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
         columns, source = self._columns(x), x
         both = work.lora_train == "ab"
-        packed = work.base_dtype in PACKED_BYTES  # its linears give adapters their own input
+        packed = work.base_dtype in PACKED_BYTES  # packed linears pass their input to adapters
         if work.lora_dropout or (self.widens and (self.width != self.e or not packed)):
             source = self._add(f"lora_{target}_in", x, columns, self.width, live=live)
             mask: tuple[str, ...] = ()
@@ -393,17 +393,17 @@ class _Trainer:
         return self._dora(op, targets, outs) if self.work.dora else op
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
-        """The operators that scale an adapter's output and add it to the linear's, and that cast
-        where their types differ."""
+        """The kernels that scale an adapter's output and add it to the linear's output, with a cast
+        if their types differ."""
         cast = 0 if self.width == self.e else self.width + self.e
         each = 4 * self.width + self.e + cast if forward else 2 * self.width + cast
         launches = (2 if forward else 1) + bool(cast)
         return (Elementwise(elements * each, count * launches),)
 
     def _dora(self, op: Op, targets: list[str], outs: list[str]) -> Op:
-        """A linear whose adapters also train a magnitude for each row of a weight.  Both outputs
-        are saved.  In each forward a norm of W + s B A is computed from the product of A and B with
-        an identity, and freed (PEFT, tuners/lora/dora.py)."""
+        """A linear whose adapters also train a magnitude for each output column.  It saves the
+        outputs of the linear and of the adapter.  Each forward computes the norm of W + s B A from
+        the product of A and B with an identity, which is then freed (PEFT, tuners/lora/dora.py)."""
         (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
         columns = self._columns(x)
         for target, out in zip(targets, outs, strict=True):

@@ -17,9 +17,9 @@ from rematbench.workload import Experts, Workload
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, whether its weights are
-    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
+    """A kind of layer: its attention window, whether it has one MLP, whether it trains (`Place`),
+    whether it predicts one more token, whether its linears are quantised, whether it shares the
+    weights of an earlier layer, and whether it owns or borrows a memory table instead of an MLP."""
 
     window: int
     dense: bool
@@ -48,7 +48,7 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 def _narrow_embedding(b: Builder) -> OpTable:
-    """An embedding of few columns, its norm, and the linear that widens it.  Source: Transformers
+    """A narrow embedding, its norm, and the linear to the hidden columns.  Source: Transformers
     5.23.0, models/albert/modeling_albert.py (AlbertEmbeddings, embedding_hidden_mapping_in)."""
     narrow, model = b.model.narrow, b.model
     x = b.add("embedding_narrow", b.s.shard_tokens, narrow * b.e)
@@ -70,8 +70,8 @@ def _narrow_embedding(b: Builder) -> OpTable:
 
 
 def _narrow_head(b: Builder) -> str:
-    """Add what narrows the decoder's output for the output projection: a linear, an activation and
-    a norm (AlbertMLMHead).  Return the name of the output."""
+    """Add the linear, the activation and the norm that narrow the decoder's output for the output
+    projection (AlbertMLMHead); return the name of the output."""
     narrow = b.model.narrow
     b.shard("layer_output")
     b.column("head_narrow", "layer_output", {"head_narrow": narrow}, bias=True)
@@ -90,7 +90,7 @@ def _narrow_head(b: Builder) -> str:
 
 
 def _lookup(b: Builder, name: str, outputs: tuple[str, ...], parameters: int) -> None:
-    """Add the lookup of embeddings; outputs behind the first are saved."""
+    """Add the lookup of embeddings; it saves every output except the first."""
     reduced = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", b.full_bytes)
     b.op(
         name=name,
@@ -116,8 +116,8 @@ def layer_table(
     dense: bool = True,
     memory: str = "",
 ) -> OpTable:
-    """One decoder layer, from `layer_input` to `layer_output`.  `dense`: with one MLP, not with
-    the model's experts; `memory`: it owns or borrows the table that it reads in place of an MLP.
+    """One decoder layer, from `layer_input` to `layer_output`.  `dense`: it has one MLP, not the
+    model's experts; `memory`: whether it owns or borrows the table that it reads instead of an MLP.
 
     A parallel block has its norms first and its residual additions last.  So the backward reads the
     gradient of the output in both branches before it adds to the gradient of the input.
@@ -173,12 +173,12 @@ def prediction_table(
     dense: bool,
     copies: bool,
 ) -> OpTable:
-    """The layer that predicts one more token, from `layer_input`, which the decoder leaves, to
-    `layer_output`: the hidden columns of the decoder behind those of the prediction, which the head
-    reads both.  `copies`: its rank has a copy of the embedding for it.
+    """The layer that predicts one more token, from `layer_input`, the decoder's output, to
+    `layer_output`, which joins the hidden columns of both for the head, the prediction's last.
+    `copies`: the layer's rank has a copy of the embedding.
 
     Source: megatron-core 0.16.1, multi_token_prediction.py (MultiTokenPredictionLayer).
-    Deviation: the final norm stands here, also where another stage has the decoder's last layer.
+    Deviation: the final norm is here, even if another stage has the decoder's last layer.
     """
     b = Builder(work, layout, system, fused_attention)
     hidden = work.model.hidden
@@ -211,7 +211,7 @@ def prediction_table(
 
 
 def _beside(b: Builder, name: str, inputs: tuple[str, str], out: str) -> None:
-    """Add the copy of two tensors into the columns of one."""
+    """Add the copy of two tensors into the columns of one tensor, `out`."""
     b.add(out, b.s.shard_tokens, 2 * b.model.hidden * b.e)
     moved = (Elementwise(2 * b.nbytes(out)),)
     b.op(name=name, inputs=inputs, outputs=(out,), forward=moved, backward_input=moved)
@@ -253,14 +253,13 @@ def _norm(b: Builder, name: str, x: str, has: bool) -> str:
 
 
 def _is_normed(b: Builder, name: str) -> bool:
-    """Whether the output of a projection is normalised head by head (the rotation after the norm
-    saves none of its inputs)."""
+    """Whether a norm follows the projection (the rotation after the norm saves no input)."""
     return b.model.qk_norm and name[0] in "qk"
 
 
 def _mlp(b: Builder, x: str) -> None:
     """Add the MLP from the tensor `x` to `fc2_out`.  ReLU saves its output, which `fc2` saves too;
-    the square of ReLU saves one tensor, as GELU does."""
+    squared ReLU saves one tensor, as GELU does."""
     ffn, model = b.s.ffn, b.model
     if not model.gated:
         b.column("fc1", x, {"up_out": ffn}, bias=model.mlp_bias)
@@ -278,8 +277,8 @@ def _mlp(b: Builder, x: str) -> None:
 
 
 def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """The head: final norm, output projection over a vocabulary shard, and cross-entropy.  Behind a
-    layer that predicts one more token there is no norm, and both predictions have logits."""
+    """The head: final norm, output projection over a vocabulary shard, and cross-entropy.  After a
+    layer that predicts one more token it has no norm, and logits for both predictions."""
     b = Builder(work, layout, system, True)
     x, bias = "final_norm_out", work.model.head_bias
     if work.model.mtp_layers:
@@ -297,9 +296,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 class SharedVocabulary(NamedTuple):
-    """A vocabulary that all pipeline stages share: `share` has the operators of a stage's rows,
-    `norm` those of the head that stay on the last stage.  `positions`: parameters of the embedding
-    that stay on the first."""
+    """A vocabulary whose rows all pipeline stages share: `share` has the operators on a stage's
+    rows, and `norm` the head's operators that stay on the last stage.  `positions`: embedding
+    parameters that stay on the first stage."""
 
     share: OpTable
     norm: OpTable
@@ -309,10 +308,10 @@ class SharedVocabulary(NamedTuple):
 def shared_vocabulary(
     work: Workload, layout: Layout, system: System, embedding: OpTable, head: OpTable
 ) -> SharedVocabulary:
-    """The parts of the embedding and the head.  Source of the loss's traffic: torch operators of
-    sail-sg/VocabularyParallelism (megatron/core/tensor_parallel/vocab_output.py): a wide copy,
-    maximum, difference, exponential, sum and quotient by the stage's own sum, in place; behind the
-    barrier a factor for the sum of all stages, and the narrow copy."""
+    """The parts of the embedding and the head.  The loss's traffic is that of the torch operators
+    of sail-sg/VocabularyParallelism (megatron/core/tensor_parallel/vocab_output.py): a copy in
+    fp32, maximum, difference, exponential, sum, and division by the stage's sum, in place; after
+    the barrier, multiplication by the factor of all stages' sum, and a copy in 16 bits."""
     model, pp = work.model, layout.pp
     rows = system.padded_vocab(model.vocab, layout.tp * pp) // pp
     table = head_table(replace(work, model=replace(model, vocab=rows)), layout, system)
@@ -344,8 +343,8 @@ def shared_vocabulary(
 
 
 def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
-    """Add the cross-entropy of logits.  `beside`: tensors that are kept in addition to the one that
-    the loss saves."""
+    """Add the cross-entropy of logits.  `beside`: tensors that stay in memory in addition to the
+    tensor that the loss saves."""
     s, e, system = b.s, b.e, b.system
     logits_bytes = b.nbytes(logits)
     wide = max(4, e) if system.loss.logits_fp32 else e
@@ -370,9 +369,9 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
 
 
 def _beside_loss(b: Builder) -> tuple[str, ...]:
-    """Names of tensors of the logits that are kept in addition to the loss's saved tensor: the tanh
-    of an eager soft cap, and the model's output if the training loop holds it (in this table until
-    the end of the loss's backward)."""
+    """Names of tensors of logits that stay in memory besides the loss's saved tensor: the tanh of
+    an eager soft cap, and the model's output if the training loop holds it (here until the end of
+    the loss's backward)."""
     widths = {
         "logits_capped": b.e if b.system.kernels.eager_operators and b.model.logit_soft_cap else 0,
         "logits_held": b.system.loss.held_logit_bytes,
@@ -383,14 +382,14 @@ def _beside_loss(b: Builder) -> tuple[str, ...]:
 def _loss_scratch(
     system: System, logits_bytes: int, wide_bytes: int, *, sharded: bool
 ) -> tuple[int, int]:
-    """Forward and backward scratch bytes of an unfused loss; `sharded`: of a part of the words.
+    """Forward and backward scratch bytes of an unfused loss; `sharded`: the vocabulary is split.
 
     The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
     copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
     `model(x).float()` does not), and the copy without the last token.  Backward, unless in place:
     the gradients of the log-probabilities and of the fp32 logits, before the gradient of the logits
-    exists; of sharded logits the sum of both too (torch 2.11, distributed/tensor/parallel/loss.py,
-    `(grad_input + torch.exp(x)) * grad_output`).
+    exists; with sharded logits also the sum of both (torch 2.11,
+    distributed/tensor/parallel/loss.py, `(grad_input + torch.exp(x)) * grad_output`).
     """
     shifted = wide_bytes if system.loss.shifts_logits else 0
     if system.loss.fused_loss:

@@ -86,8 +86,8 @@ class Builder:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of an element of statistics and probabilities: fp32, or wider in a wider
-        precision."""
+        """Bytes of an element of statistics and probabilities: fp32, or the compute precision if
+        it is wider."""
         return max(FP32, self.e)
 
     @property
@@ -102,7 +102,7 @@ class Builder:
         """Add the model's norm over a tensor of the sequence-parallel region."""
         parameters = self.model.norm_parameters // self.s.columns
         self._norm(name, x, self.shard(out), 1, parameters)
-        if self.s.columns > 1:  # the mean and the square of whole rows
+        if self.s.columns > 1:  # ranks with other columns sum their parts of each row's statistics
             numbers = 1 + (self.model.norm == "layernorm")
             sums = Comm("all_reduce", "columns", numbers * self.s.tokens * self.wide_bytes)
             back = replace(sums, nbytes=2 * sums.nbytes)
@@ -119,8 +119,8 @@ class Builder:
             self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
     def latent_norm(self, name: str, x: str, rank: int, beside: tuple[str, ...] = ()) -> None:
-        """Add a norm over `rank` compressed columns of a rank's rows.  `beside`: the other columns
-        of the storage of which `x` is a view, which a saved view keeps."""
+        """Add a norm over `rank` compressed columns of a rank's rows.  `beside`: the tensors in the
+        same storage as `x`, which stay in memory with a saved view of it."""
         out = self.add(f"{name}_out", self.s.shard_tokens, rank * self.e)
         self._norm(name, x, out, 1, self.model.norm_parameters_of(rank), beside)
 
@@ -163,7 +163,7 @@ class Builder:
         model = self.model
         in_wide = model.norm_offset or model.norm_in_fp32
         scaled = elements * (wide if in_wide else self.e) * model.norm_weight
-        scaled *= 2 if model.norm == "layernorm" else 1  # the difference from the mean too
+        scaled *= 2 if model.norm == "layernorm" else 1  # LayerNorm also saves x - mean
         sizes = {"wide": elements * wide} if self.e < FP32 else {}
         sizes |= {"root": groups * wide} | ({"scaled": scaled} if scaled else {})
         return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())
@@ -278,8 +278,8 @@ class Builder:
         )
 
     def projected(self, name: str) -> str:
-        """The activation name of a projection's output.  q, k and v are the inputs of attention;
-        under Ulysses the projection's outputs are in row order and have different names."""
+        """The activation name of a projection's output.  The inputs of attention are named q, k and
+        v, so under Ulysses the projections' outputs, in row order, have different names."""
         return f"{name}_rows" if self.ulysses > 1 else name
 
     def attention(self, window: int) -> None:
@@ -296,7 +296,7 @@ class Builder:
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
-            kv_heads = max(self.s.kv_heads, self.ulysses)  # a head may go to several ranks
+            kv_heads = max(self.s.kv_heads, self.ulysses)  # several ranks may get the same head
             model = self.model
             widths = {"q": self.s.q_width, "k": kv_heads * model.head_dim}
             widths["v"] = kv_heads * model.v_dim
@@ -371,19 +371,19 @@ class Builder:
         )
 
     def _with_values(self) -> tuple[str, ...]:
-        """What stays with saved values of latent attention: code that runs each projection alone
-        saves a view of the projection up, so its columns of keys stay, too; other stacks copy the
-        values.  Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
+        """The columns of keys that stay in memory with the saved values of latent attention, if the
+        values are a view of the up-projection's output (stacks with fused linears copy the values).
+        Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
         views = self.model.latent is not None and not self.system.kernels.fused_linears
         return ("k_nope",) if views and self.ulysses == 1 else ()
 
     def _merged(self) -> tuple[int, int]:
-        """Bytes inside a forward and a backward that merge attention over ranks in fp32.  Source:
-        torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py: _merge_one has
-        the output, a part, their difference and its share at once; _templated_ring_attention_
-        backward a sum of dQ, and of dK and dV the sum that arrived, its update and what it sends;
-        both copy the keys and values that they send.  The kernel sums dQ in fp32 too (here unless
-        `_inside_fused` says so)."""
+        """Scratch bytes of a forward and a backward that merge attention over ranks in fp32.
+        Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py.
+        _merge_one holds four tensors as large as the output.  _templated_ring_attention_backward
+        holds a sum of dQ, and for dK and dV the received sum, the updated sum and the sent sum.
+        Both copy the keys and values that they send.  The kernel's fp32 sum of dQ counts here,
+        unless `_inside_fused` counts it."""
         if self.s.cp == 1 or not self.system.parallel.cp_merges:
             return 0, 0
         q, kv = (FP32 * self.nbytes(*names) // self.e for names in (("q",), ("k", "v")))

@@ -1,10 +1,10 @@
 """The operators of a mixture of experts, as Megatron-core's dispatchers run them.
 
-Every expert receives as many tokens as every other ("balanced"), or the worst rank's experts
-receive `imbalance` times as many.  With a capacity an expert takes so many of each rank's tokens at
-most, and with padding exactly so many: the sizes are then known, so no counts are gathered and the
-host waits for none.  Router probabilities scale the activation inside an expert, so the second
-GEMM's output is not saved.
+All experts receive equally many tokens ("balanced"), or the experts of the worst rank receive
+`imbalance` times the mean.  A capacity limits the tokens that an expert takes from each rank.  With
+padding an expert takes exactly its capacity; sizes are then known, so ranks gather no counts and
+the host does not wait for them.  Router probabilities scale the activation inside an expert, so the
+second GEMM's output is not saved.
 Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
 experts.py; saved bytes and launches from traces of its layers on fake tensors.
 """
@@ -30,10 +30,10 @@ INDEX = 8
 Copied = tuple[tuple[Elementwise], tuple[Elementwise]]
 """Kernels of copies, forward and backward."""
 ONCE = ("deepep", "hybridep")
-"""Dispatchers that send a rank one copy of a token and add up its experts' outputs there."""
+"""Dispatchers that send one copy of a token to each rank, which sums its experts' outputs."""
 HELD = ("permuted", "dispatched")
-"""What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
-hidden_states and dispatched_input)."""
+"""Tensors that variables of a layer's forward hold until its end: the sent and the received tokens
+(moe_layer.py, hidden_states and dispatched_input)."""
 ROUTED = frozenset(
     (
         *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),
@@ -65,10 +65,10 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
 
 
 def router_bytes(experts: Experts, width: int = FP32) -> int:
-    """Bytes of a token that a router saves: indices and probabilities (fp32, or `width` bytes in a
-    wider precision) of the active experts;
-    with a sigmoid those of all experts and their sum; with an auxiliary loss its own probabilities
-    of all experts (and their sum); with groups their masks and choices."""
+    """Bytes that a router saves per token: indices and probabilities of the active experts
+    (`width` bytes each); with a sigmoid also the probabilities of all experts and their sum; with
+    an auxiliary loss the probabilities that it computes for all experts (and their sum); with
+    groups of experts their masks and choices."""
     count, active = experts.count, experts.active
     sums = width * (experts.router == "sigmoid")
     nbytes = (INDEX + width) * active + sums
@@ -104,9 +104,9 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _count(b: Builder, layout: Layout, experts: Experts) -> None:
-    """Count the tokens of each expert and gather the counts of all ranks that exchange tokens; the
-    host waits for them, because they are the sizes of the exchange and of the grouped GEMMs.  Sizes
-    of padded experts are known."""
+    """Count the tokens of each expert and gather the counts of all ranks that exchange tokens.  The
+    host waits for the counts, because they are the sizes of the exchange and of the grouped GEMMs;
+    sizes of padded experts are known without counts."""
     ranks = layout.ep * layout.expert_tp
     counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
     gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
@@ -122,7 +122,7 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
 
 
 def _permute(b: Builder, experts: Experts, x: str) -> None:
-    """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
+    """Copy each token once for each of its experts, in the order of experts.  It saves the map of
     tokens to experts, the probabilities by expert, and the order."""
     sent = _sent(b, experts)
     saved = _order(b, experts)
@@ -141,7 +141,7 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
-    """Send the copies to the ranks of their experts; returns what these receive."""
+    """Send the copies to the ranks of their experts; return the names of the received tensors."""
     _permute(b, experts, x)
     names = ("permuted", "permuted_probs")
     if layout.ep == 1:
@@ -153,8 +153,8 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str
 
 
 def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
-    """Send each token once to each rank that has experts of it, which copies it for them; returns
-    what a rank receives.  Source: DeepEP (deepseek-ai/DeepEP, README: is_token_in_rank)."""
+    """Send each token once to each rank that has some of its experts; return the names of the
+    tensors that `_sort` reads.  Source: DeepEP (deepseek-ai/DeepEP, README: is_token_in_rank)."""
     rows = ceil(_received(b, layout, experts) * reached_share(layout.ep, experts.active))
     tokens = b.add("dispatched", rows, b.model.hidden * b.e)
     _order(b, experts)
@@ -167,7 +167,7 @@ def _order(b: Builder, experts: Experts) -> str:
     the map to experts, the probabilities by expert, and the order."""
     tokens = b.s.shard_tokens
     nbytes = (1 + b.wide_bytes) * experts.count + INDEX * experts.active
-    if b.padded:  # the order, of tokens and of probabilities by expert, and no map
+    if b.padded:  # two orders are saved, of tokens and of probabilities, but no map
         nbytes = 2 * INDEX * ceil(_sent(b, experts) / tokens)
     return b.add("permutation", tokens, nbytes, False)
 
@@ -180,8 +180,8 @@ def _most(b: Builder, experts: Experts) -> int:
 
 
 def _sent(b: Builder, experts: Experts) -> int:
-    """Copies of a rank's tokens that are sent: one for each of a token's experts, as many as the
-    experts take at most, or as many as fill them if they are padded."""
+    """The number of copies of its tokens that a rank sends: one for each of a token's experts, at
+    most the experts' capacity, and exactly their capacity if they are padded."""
     rows = b.s.shard_tokens * experts.active
     if b.padded:
         return _most(b, experts)
@@ -189,8 +189,8 @@ def _sent(b: Builder, experts: Experts) -> int:
 
 
 def _received(b: Builder, layout: Layout, experts: Experts) -> int:
-    """Copies of tokens that a rank's experts receive: on the worst rank, if experts are not
-    balanced."""
+    """The number of copies of tokens that a rank's experts receive; the worst rank's if experts are
+    not balanced."""
     sent = _sent(b, experts)
     if layout.ep == 1 or b.padded:
         return sent
@@ -199,8 +199,8 @@ def _received(b: Builder, layout: Layout, experts: Experts) -> int:
 
 
 def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], once: bool) -> int:
-    """Sort what a rank received by expert, and copy it for its experts if a token came `once`;
-    returns the rows."""
+    """Sort the received tokens by expert, and copy each for its experts if it came `once`; return
+    the number of rows."""
     saved = ("permutation",) if once else ()
     rows = _received(b, layout, experts) * layout.expert_tp
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
@@ -253,8 +253,8 @@ def _give(
 
 
 def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
-    """Gather the tokens of all ranks that share experts and copy those of the own experts, in the
-    order of experts; returns their rows."""
+    """Gather the tokens of all ranks that share experts, and copy those for this rank's experts in
+    the order of experts; return the number of rows."""
     rows = _received(b, layout, experts) * layout.expert_tp
     saved = _order(b, experts)
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
@@ -268,7 +268,7 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
 
 
 def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
-    """Add the outputs of the own experts to the rows of their tokens, and sum the rows over the
+    """Add the outputs of this rank's experts to the rows of their tokens, and sum the rows over the
     ranks that share experts."""
     b.shard(out)
     whole = ranks * b.nbytes(out)
@@ -294,9 +294,10 @@ def _exchange(
 
 
 def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
-    """The experts of a rank: two grouped GEMMs with the weighted activation between them.  One
-    kernel weights a gated activation; the output of another is saved for the gradient of its
-    weights (experts.py, bias_act_func: fusions are of SwiGLU and quick GEGLU)."""
+    """The experts of a rank: two grouped GEMMs with the weighted activation between them.  A gated
+    activation and its weighting are one kernel; any other activation saves its output for the
+    gradient of the probabilities (experts.py, bias_act_func: fusions exist for SwiGLU and quick
+    GEGLU)."""
     model, h, e = b.model, b.model.hidden, b.e
     count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
     columns = width * (2 if model.gated else 1)
@@ -347,21 +348,20 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
 
 
 def _clamping(nbytes: int) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
-    """The kernels that clamp the halves of a gated activation's input of so many bytes, forward and
-    backward: both halves are read and written, and joined; the backward reads each half beside its
-    gradient.  Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py,
-    weighted_bias_quick_geglu_impl."""
+    """The kernels that clamp the halves of a gated activation's input of `nbytes` bytes, forward
+    and backward: both halves are read, written and joined; the backward also reads their gradients.
+    Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl.
+    """
     return ((Elementwise(4 * nbytes, 3),), (Elementwise(5 * nbytes, 3),)) if nbytes else ((), ())
 
 
 def _biases(
     b: Builder, elements: int, count: int
 ) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
-    """The kernels that add the last bias of `count` experts to outputs of so many elements, forward
-    and backward.  For each expert bias times probability, in fp32, is added to its rows (three
-    tensors are written, read, joined and cast); the backward casts, weights by both factors and
-    sums.  Source: Megatron-core 0.16.1, core/transformer/moe/experts.py, TEGroupedMLP._apply_bias.
-    """
+    """The kernels that add the last bias of `count` experts to outputs of `elements` elements,
+    forward and backward.  The forward adds bias times probability, in fp32, to the rows of each
+    expert, joins the rows and casts them; the backward casts, multiplies by both factors and sums.
+    Source: Megatron-core 0.16.1, core/transformer/moe/experts.py, TEGroupedMLP._apply_bias."""
     if not b.model.mlp_bias:
         return (), ()
     e, wide = b.e, b.wide_bytes
@@ -372,8 +372,8 @@ def _biases(
 
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool) -> None:
     """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
-    ranks, and sum each token's copies: those of one rank before they leave it, if a token came
-    `once`; the exchange then adds up the ranks'."""
+    ranks, and sum each token's outputs.  If a token came `once`, each rank sums its outputs before
+    it sends them, and the exchange sums over ranks."""
     sent, hidden = _sent(b, experts), b.model.hidden * b.e
     whole = b.nbytes("expert_out")
     copies = b.activations["expert_in"].rows // layout.expert_tp

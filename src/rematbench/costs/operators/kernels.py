@@ -1,4 +1,4 @@
-"""The kernels of operators as shapes, which operator tables contain and formulas time."""
+"""The shapes of kernels: operator tables contain them, and formulas compute their seconds."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from rematbench.inputs.system import NormKernel, RopeKernel
 
 class Gemm(Struct, frozen=True, tag="gemm"):
     """`batch` GEMMs (m x k) @ (k x n): m rows (tokens), n output columns, reduction k.  `narrow`:
-    both operands are quantised by the recipe of the work."""
+    the workload's recipe quantises both operands."""
 
     m: int
     n: int
@@ -21,11 +21,11 @@ class Gemm(Struct, frozen=True, tag="gemm"):
 class Attention(Struct, frozen=True, tag="attention"):
     """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
 
-    `heads` are those of one rank; `head_dim` are the columns of a head of queries and keys, `v_dim`
-    those of a head of values (0: as many); `pairs` is the number of (query, key) pairs per
-    sequence and head under the causal mask (and window), summed over the rank's query rows;
-    `fused`: a flash kernel, not materialised scores.  `documents`: the documents of a sequence,
-    each of which a variable-length kernel computes alone (1: one document, or the full square).
+    `heads` is the number of heads of one rank, `head_dim` the columns of a head of queries and
+    keys, `v_dim` the columns of a head of values (0: `head_dim`); `pairs` is the number of (query,
+    key) pairs per sequence and head under the causal mask (and window), summed over the rank's
+    query rows; `fused`: a flash kernel, without materialised scores.  `documents`: the documents
+    of a sequence, which a variable-length kernel computes separately (1: one, or the full square).
     """
 
     batch: int
@@ -46,9 +46,9 @@ class Attention(Struct, frozen=True, tag="attention"):
 
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):
-    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched;
-    `batch`: a loop issues the launches for each of so many groups; `of_weights`: the bytes are
-    those of weights, and a part of the rows needs all of them too."""
+    """Memory-bound kernels: the bytes that they read and write, and their launches; `batch`: the
+    number of groups for each of which a loop issues the launches; `of_weights`: the bytes are
+    weights, all of which are read even for a part of the rows."""
 
     hbm_bytes: int
     launches: int = 1
@@ -57,8 +57,8 @@ class Elementwise(Struct, frozen=True, tag="elementwise"):
 
 
 class Named(Struct, frozen=True, tag="named"):
-    """A memory-bound operator over `elements` of `element_bytes`.  Its traffic and launches in each
-    direction are in config/kernels/operators.yaml, by its name."""
+    """A memory-bound operator over `elements` of `element_bytes`.  config/kernels/operators.yaml
+    has its traffic and launches in each direction, by its name."""
 
     operator: Literal["norm", "rope"]
     implementation: NormKernel | RopeKernel

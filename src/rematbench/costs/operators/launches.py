@@ -1,4 +1,4 @@
-"""The kernels that the operators of experts launch, by dispatcher.
+"""The number of kernels that the operators of experts launch, by dispatcher.
 
 Source: Megatron-core 0.16.1, core/transformer/moe, from traces of its layers on fake tensors.
 """
@@ -15,17 +15,17 @@ COUNTS = "expert_counts"
 
 
 class Launches(NamedTuple):
-    """Torch operators that launch a kernel in the forward and the backward of an operator."""
+    """The number of torch operators that launch a kernel, in an operator's forward and backward."""
 
     forward: int
     backward: int
 
 
 ROUTER = {False: Launches(10, 8), True: Launches(3, 5)}
-"""Launches of a router beside its GEMMs, by the fact `fused_router`: casts of the gate; top-k,
-softmax and the scatters of probabilities and map, or one kernel for these."""
+"""Launches of a router without its GEMMs, by the fact `fused_router`: casts of the gate, and top-k,
+softmax and the scatters of probabilities and map (one kernel if fused)."""
 ROUTER_LOSS = {False: Launches(15, 8), True: Launches(8, 5)}
-"""What a balancing loss adds: its scores, sums, coefficients and its entry in a tracker."""
+"""Launches that a balancing loss adds: scores, sums, coefficients and an entry in a tracker."""
 LAUNCHES: dict[str, dict[str, Launches]] = {
     "alltoall": {
         COUNTS: Launches(11, 0),
@@ -38,19 +38,19 @@ LAUNCHES: dict[str, dict[str, Launches]] = {
     "deepep": {COUNTS: Launches(3, 0), "sort": Launches(19, 8), "unsort": Launches(2, 1)},
     "hybridep": {COUNTS: Launches(2, 0), "sort": Launches(1, 1), "unsort": Launches(1, 1)},
 }
-"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_launches.py), and five copies
-of counts to the host, which a trace on fake tensors leaves out (_maybe_dtoh_and_synchronize); fused
-permutations launch as many kernels.  The others by their source (token_dispatcher.py): allgather
-permutes the gathered rows and selects their probabilities; DeepEP's indices become a map and its
-probabilities through 13 operators (_indices_to_multihot) before a permutation; HybridEP permutes
-inside its exchange."""
+"""Launches by dispatcher.  `alltoall` is traced (tests/baselines/test_launches.py), plus five
+copies of counts to the host, which a trace on fake tensors omits (_maybe_dtoh_and_synchronize);
+fused permutations launch as many kernels.  The other counts are read from the source
+(token_dispatcher.py): allgather permutes the gathered rows and selects their probabilities; DeepEP
+makes a map and its probabilities from indices in 13 operators (_indices_to_multihot) before a
+permutation; HybridEP permutes inside its exchange."""
 FUSED_INDICES = {"deepep": Launches(7, 3)}
 """Launches of `sort` where one kernel makes the map and its probabilities (`fused_indices`)."""
 
 
 def launches_of(b: Builder, name: str) -> Launches:
-    """The launches of an operator under the stack's dispatcher; on ranks that exchange nothing
-    every dispatcher permutes as `alltoall`."""
+    """The launches of an operator under the stack's dispatcher.  If ranks exchange no tokens, every
+    dispatcher permutes as `alltoall` does."""
     facts = b.system.experts
     alone = b.ep == 1 and (facts.dispatcher != "allgather" or b.expert_tp == 1)
     dispatcher = "alltoall" if alone else facts.dispatcher
@@ -62,8 +62,8 @@ def launches_of(b: Builder, name: str) -> Launches:
 def copies_of(
     b: Builder, name: str, nbytes: int, backward_bytes: int | None = None
 ) -> tuple[tuple[Elementwise], tuple[Elementwise]]:
-    """The kernels, forward and backward, of an operator that copies rows, with the bytes that they
-    read and write (backward as many as forward, unless stated)."""
+    """The forward and backward kernels of an operator that copies rows; `nbytes` are the bytes that
+    a forward reads and writes, and a backward too unless `backward_bytes` is given."""
     forward, backward = launches_of(b, name)
     again = nbytes if backward_bytes is None else backward_bytes
     return (Elementwise(nbytes, forward),), (Elementwise(again, backward),)
@@ -71,21 +71,21 @@ def copies_of(
 
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
 """The operators of the shared expert.  Megatron-core runs them with attention if experts' exchanges
-overlap with another micro-batch (core/models/gpt/fine_grained_callables.py), and a CUDA graph of
-the router holds them too."""
+overlap with another micro-batch (core/models/gpt/fine_grained_callables.py), and captures them in
+the router's CUDA graph."""
 
 
 def captures_experts(kernels: Kernels, work: Workload) -> bool:
-    """Whether CUDA graphs capture grouped experts, so the host does not issue their kernels."""
+    """Whether CUDA graphs capture grouped experts; the host then does not issue their kernels."""
     scope = kernels.cuda_graphs
     whole = scope == "layer" and work.expert_padding != "none"
     return whole or kernels.captures_iteration or "moe" in scope.split(",")
 
 
 def uncaptured(kernels: Kernels, work: Workload, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that the CUDA graphs of layers or of their parts leave out.  Graphs
-    of whole layers leave out what follows the counts of experts' tokens, unless experts are padded,
-    because the host learns sizes there.  Source: Megatron-core 0.16.1, transformer_layer.py,
+    """The operators of a layer that no CUDA graph of a layer or of its parts captures.  A graph of
+    a whole layer ends after the count of experts' tokens, unless experts are padded, because the
+    host reads sizes there.  Source: Megatron-core 0.16.1, transformer_layer.py,
     _te_cuda_graph_capture and _get_submodules_under_cudagraphs."""
     names, scope = [op.name for op in table.ops], kernels.cuda_graphs
     routed = COUNTS in names

@@ -1,9 +1,9 @@
-"""Memory layers: a lookup in a table of values in place of the MLP (Berges et al. 2024, arXiv
+"""Memory layers: a lookup in a table of values instead of the MLP (Berges et al. 2024, arXiv
 2412.09764; product keys of Lample et al. 2019, arXiv 1907.05242).
 
-A query of each head has two halves, each of which is compared with as many sub-keys.  The best sums
-of two sub-keys choose rows of one table, which all memory layers share; their weighted sum is gated
-and projected.  Source: facebookresearch/memory @7f85280, lingua/product_key/memory.py.
+Each head compares the two halves of its query with two sets of sub-keys.  The pairs of sub-keys
+with the largest summed scores choose rows of one table, which all memory layers share; the weighted
+sum of the rows is gated and projected.  Source: facebookresearch/memory @7f85280, memory.py.
 Deviations: no norms of queries and keys, no dropout of values; the gate's activation is that of the
 model's MLP.
 """
@@ -20,8 +20,8 @@ INDEX_BYTES = 8
 
 
 def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> None:
-    """Add a memory layer's operators from the tensor `x` to `out`.  `owns`: the layer has the
-    table, whose gradients other layers add to."""
+    """Add a memory layer's operators from the tensor `x` to `out`.  `owns`: the table belongs to
+    this layer, and other layers add to its gradients."""
     tokens, e, hidden, picked = b.s.tokens, b.e, b.model.hidden, given.picked
     b.column("memory_query", x, {"memory_query": given.heads * given.key_dim})
     b.add("memory_rows", tokens, picked * INDEX_BYTES, False)
@@ -71,8 +71,8 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
 
 
 def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, int, int]:
-    """Bytes that a table in host memory would free on its rank's device, and bytes of rows that a
-    step would copy up (for the forward and the backward) and down (their gradients)."""
+    """The device bytes that a table in host memory would free on its rank, and the bytes per step
+    of rows copied to the device (for forward and backward) and of their gradients copied back."""
     given, hidden = work.model.memory, work.model.hidden
     assert given is not None
     each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
@@ -83,8 +83,8 @@ def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, 
 
 
 def table_traffic(work: Workload, layout: Layout, states: States) -> tuple[int, int]:
-    """Bytes that a dense update of the table moves in a step: all, and those of the rows that no
-    token of the step reads, at the fewest (every row read is another one)."""
+    """The bytes that a dense update of the table moves in a step: all of them, and a lower bound on
+    those of rows that no token reads (the bound assumes that tokens read no row twice)."""
     given, hidden = work.model.memory, work.model.hidden
     assert given is not None
     each = states.grad_bytes + 2 * states.optimizer_bytes + states.param_bytes

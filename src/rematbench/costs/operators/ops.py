@@ -1,8 +1,8 @@
 """The decoder block as named operators with their inputs, outputs, saved activations and kernels.
 
-Every activation of the plan vocabulary is a tensor of these operators.  The saved activations
-depend on the fused operators of the stack, never on a method.  Symbols: n = micro_batch x seq_len /
-cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
+Every activation that a plan can name is a tensor of these operators.  The saved activations depend
+on the stack's fused operators, never on a method.  Symbols: n = micro_batch x seq_len / cp, the
+tokens of a rank; t = tensor-parallel ranks; h = hidden columns; e = bytes per element.
 """
 
 from functools import cached_property
@@ -15,20 +15,20 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.model import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "amax"]
-"""`amax`: an all-reduce of the largest elements of tensors, a few numbers."""
+"""`amax`: an all-reduce of a few numbers, the largest elements of tensors."""
 DenseGroup = Literal["tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "stage"]
 Group = Literal[DenseGroup, "ep", "etp", "edp", "expert_replica"]
-"""`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
-the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
-`cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:
-the ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those
-that share sharded states of the same part of the same experts; `expert_replica`: those that hold
-equal shards of these; `stage`: all ranks of a pipeline stage."""
+"""The ranks of each group.  `columns`: those that split the other dimension of the matrices that
+`tp` splits; `ulysses`: those of an all-to-all inside context parallelism (Ulysses without ring
+attention uses `cp`); `dp`: those over which states are sharded; `replica`: those that hold equal
+shards; `ep`: those over which a layer's experts are spread; `etp`: those that split an expert;
+`edp`: those over which states of the same part of the same experts are sharded; `expert_replica`:
+those that hold equal shards of these states; `stage`: all ranks of a pipeline stage."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
     **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp", "stage": "tp"},
 }
-"""The streams of groups that share the stream of another group."""
+"""For groups without their own stream: the group whose stream they share."""
 Part = Literal["embedding", "layer", "head"]
 
 
@@ -46,8 +46,8 @@ class Comm(Struct, frozen=True):
 
 class Activation(Struct, frozen=True):
     """A tensor that one rank holds for one micro-batch: rows x row_bytes.  `copy_of`: the tensor of
-    which it is a quantised copy, and whose gradient is its own; `block_rows`: the rows that share
-    scales (0: all rows)."""
+    which it is a quantised copy, and whose gradient it shares; `block_rows`: the number of rows
+    that share scales (0: all rows)."""
 
     name: str
     rows: int
@@ -68,13 +68,13 @@ class Op(Struct, frozen=True, kw_only=True):
     `backward_weight` are kernels of one rank. Collectives: `gather` runs on the inputs before the
     forward, `regather` on the saved inputs before the backward (the gathered copy is not saved),
     `reduce` on the output after the forward, `grad_gather` on the output's gradient, `grad_reduce`
-    on the input's gradient; `amax` and `grad_amax` before these, on the largest element of what is
-    quantised.
+    on the input's gradient; `amax` and `grad_amax` run before `gather` and `grad_gather`, on the
+    largest element of the tensor that is quantised.
 
-    `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
-    An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
-    another order, or has its rows once for each rank that gets them, and `grad_gather` brings its
-    gradient back.  So does one that only gathers the rows of its input (`moves`).
+    `gathered_bytes` is the temporary gathered input, `unreduced_bytes` the output before `reduce`.
+    An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i has the rows
+    of input i in another order, or once for each rank that receives them, and `grad_gather` sends
+    the gradient back.  An operator that only gathers its input has no kernel either (`moves`).
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
@@ -82,14 +82,14 @@ class Op(Struct, frozen=True, kw_only=True):
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
     moves no bytes. `scratch_*` are bytes that exist only during the kernel. So are `widened_bytes`,
-    those of a packed weight that is widened in the forward and in the backward of the input; a part
-    of the rows needs all of them.
+    the widened copy of a packed weight in the forward and in the input's backward, which even a
+    part of the rows needs whole.
 
-    `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
+    `holds`: tensors that the caller of a module keeps until the end of this operator's forward.
 
-    `parameters`: the operator's weights, as many as have the bytes of the stack's parameters (a
-    4-bit weight is a part of one); `trained`: those with a gradient, counted (None: `parameters`).
-    `adapts`: the linear of whose adapter the operator is a part, or whose input it quantises.
+    `parameters`: the size of the operator's weights, in parameters of the stack's precision (a
+    4-bit weight is a fraction of one); `trained`: how many weights have a gradient (None: all).
+    `adapts`: the linear to whose adapter the operator belongs, or whose input it quantises.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Op(Struct, frozen=True, kw_only=True):
 
     @property
     def has_weight(self) -> bool:
-        """Whether the operator has a weight gradient, computed apart from the input gradient."""
+        """Whether the operator computes a weight gradient, separately from the input gradient."""
         return bool(self.backward_weight)
 
     @property
@@ -177,7 +177,7 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of these, the weights of the experts that the rank holds."""
+        """The number of weights of the experts that the rank holds."""
         return sum(op.parameters for op in self.ops if op.of_experts)
 
     @cached_property
@@ -187,18 +187,18 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def trained_experts(self) -> int:
-        """Of these, the weights of the experts that the rank holds."""
+        """The number of weights with a gradient of the experts that the rank holds."""
         return sum(op.trained_parameters for op in self.ops if op.of_experts)
 
     @cached_property
     def quantised(self) -> int:
-        """The number of weights of one rank that products read in quantised copies; weights of
-        another layer do not count."""
+        """The number of weights of one rank of which GEMMs read quantised copies, without weights
+        that belong to another layer."""
         return sum(one.n * one.k * one.batch for one in self._narrow)
 
     @property
     def products(self) -> int:
-        """The number of products of quantised weights of one rank."""
+        """The number of GEMMs with quantised weights on one rank."""
         return sum(one.batch for one in self._narrow)
 
     @cached_property
@@ -212,7 +212,7 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
         return next(op for op in self.ops if op.name == name)
 
     def of_gradient(self, name: str) -> str:
-        """The activation with the gradient of this one: that of which it is a copy, or itself."""
+        """The activation that has the gradient of `name`: the original of a copy, or `name`."""
         return self.activations[name].copy_of or name
 
     def producer(self, name: str) -> Op | None:
@@ -244,8 +244,8 @@ def without_activation(table: OpTable, name: str) -> OpTable:
 
 
 def without_weights(table: OpTable) -> OpTable:
-    """The table of a layer whose weights are those of an earlier layer, which has the states: its
-    gradients are added there, and complete after that layer's backward."""
+    """The table of a layer that shares the weights of an earlier layer.  The earlier layer has the
+    states and sums the gradients, which are complete after its backward."""
     return replace(table, ops=tuple(replace(op, parameters=0, trained=0) for op in table.ops))
 
 
@@ -265,15 +265,15 @@ def rebuild_ops(
 
 
 def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
-    """One memory-bound kernel that reads and writes the sum of the given bytes."""
+    """One memory-bound kernel that reads and writes the sum of `nbytes`."""
     return (Elementwise(hbm_bytes=sum(nbytes)),)
 
 
 LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
-"""What an adapter saves: the product with its first matrix, its input where that is a copy, the
-mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
+"""Name endings of the tensors that an adapter saves: the product with its first matrix, its input
+if that is a copy, the dropout mask of the input, and for DoRA the outputs of linear and adapter."""
 GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
-"""The linears whose adapters save an input that tensor-parallel ranks gather, as `_rows`."""
+"""The linears whose adapters save a gathered input under tensor parallelism (`lora_*_rows`)."""
 _HEADS = ("q", "k", "v")
 NORMS = (
     "attn_norm",
@@ -288,7 +288,7 @@ NORMS = (
     "predict_norm",
 )
 _MORE_NORMS = ("embedding_norm", "head_norm", "q_norm", "k_norm")
-"""Norms whose outputs have names of their own."""
+"""Norms whose outputs are not named after the norm."""
 _BLOCK = (
     "embedding_out",
     "layer_input",
@@ -354,5 +354,5 @@ ACTIVATIONS = frozenset(
         *(f"{name}_mask" for name in ("embedding", "attn_residual", "layer_output")),
     }
 )
-"""All activation names, over all models and stacks: the names that a rule may select.  A model has
-only some of them, so a rule may name an activation that a problem does not have."""
+"""The activation names of all models and stacks, which a rule may select.  A model has only some of
+them, so a rule may name an activation that a problem does not have."""

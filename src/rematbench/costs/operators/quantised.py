@@ -1,16 +1,16 @@
 """Operators of a layer whose linears are quantised by a recipe (inputs/recipes.py).
 
-TransformerEngine quantises the input of a linear once, and the linear saves that copy instead of
-the input, in one form of 8 bits and its scales: an operator of its own makes the copy, so plans
-treat it as any saved tensor.  Where another operator saves the input too, the linear keeps it and
-quantises again in its backward, if the recipe allows it (megatron-core 0.16.1, attention.py and
-shared_experts.py: set_save_original_input).  torchao keeps the input in 16 bits and casts it, and
-the weight, at each use.  Gathers of inputs and of output gradients under sequence parallelism move
-quantised bytes, after a reduction of the largest element where a tensor has one scale from its
-current values (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its
-tensor in 16 bits and writes its forms.
-Deviations: norms and activations do not write quantised outputs themselves, and the rows of experts
-are not padded to the recipe's multiples.
+TransformerEngine quantises the input of a linear once, and the linear saves this 8-bit copy and its
+scales instead of the input.  A separate operator makes the copy, so plans treat it as any saved
+tensor.  If another operator saves the input too and the recipe allows it, the linear saves the
+input and quantises again in its backward (megatron-core 0.16.1, attention.py and shared_experts.py:
+set_save_original_input).  torchao saves the input in 16 bits and casts it, and the weight, at each
+use.  Under sequence parallelism, gathers of inputs and of output gradients move quantised bytes; if
+a tensor has one scale from its current values, ranks reduce the largest element first
+(with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its tensor in 16 bits
+and writes its quantised forms.
+Deviations: norms and activations do not write quantised outputs, and the rows of experts are not
+padded to the recipe's multiples.
 """
 
 from math import ceil
@@ -26,10 +26,10 @@ from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 EAGER_BYTES, EAGER_KERNELS, EAGER_SCRATCH = 33, 6, 8
-"""Costs of an element that torchao casts without a compiler, in six kernels: absolute values, their
-maximum, the cast to fp32, the scaling, the clamp, the cast to 8 bits (torchao 0.9,
-float8/float8_scaling_utils.py and float8_utils.py: bf16 is read twice and copied once, fp32 written
-and read three times, and two tensors of fp32 are alive at a time)."""
+"""Bytes moved per element, kernels, and scratch bytes per element of torchao's cast without a
+compiler.  The kernels: absolute values, maximum, cast to fp32, scaling, clamp, cast to 8 bits
+(torchao 0.9, float8/float8_scaling_utils.py and float8_utils.py: bf16 is read twice and copied
+once, fp32 is written and read three times, and two fp32 tensors are live at a time)."""
 LARGEST = Comm("amax", "tp", 4)
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 
@@ -37,19 +37,19 @@ PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 def quantised_table(
     table: OpTable, work: Workload, layout: Layout, system: System, generation: str
 ) -> OpTable:
-    """The operators of a layer with the quantised linears of a work with a recipe."""
+    """The operators of a layer, with its linears quantised by the recipe of `work`."""
     return _Quantiser(table, work, layout, system, generation).table()
 
 
 def is_quantised(op: Op) -> bool:
     """Whether an operator is a linear that recipes quantise."""
-    matrix = any(isinstance(one, Gemm) for one in op.forward)  # its weight may be another layer's
+    matrix = any(isinstance(one, Gemm) for one in op.forward)  # is_matrix omits shared weights
     return matrix and op.has_weight and op.name not in PLAIN
 
 
 SCALE_LAUNCHES = 3
-"""Launches of a scale in front of the cast: its largest element is cleared and found, and the
-scale is computed (TransformerEngine, csrc/quantizer.cpp, Float8CurrentScalingQuantizer, and
+"""Kernels that compute a scale before the cast: one clears the largest element, one finds it, one
+computes the scale (TransformerEngine, csrc/quantizer.cpp, Float8CurrentScalingQuantizer, and
 common/recipe/current_scaling.cu)."""
 
 
@@ -127,8 +127,8 @@ class _Quantiser:
         return [quantise, changed]
 
     def _cast(self, elements: int, batch: int, forms: int | None = None) -> tuple[Kernel, ...]:
-        """The kernels that quantise a tensor of so many elements, those of each expert apart.  A
-        compiler finds the largest element in the kernel that makes the tensor."""
+        """The kernels that quantise a tensor of `elements` elements, once for each of `batch`
+        experts.  A compiler finds the largest element in the kernel that makes the tensor."""
         passes = 0 if self.compiled else self.recipe.amax_passes
         written = (forms or self.forms) * self.recipe.bits / 8
         if self.casts and not self.compiled:
@@ -137,7 +137,7 @@ class _Quantiser:
         return (Elementwise(ceil(nbytes), 1 + passes * SCALE_LAUNCHES, batch),)
 
     def _beside(self, elements: int, forms: int = 1) -> int:
-        """Bytes of further forms of a tensor that exist during the linear."""
+        """Scratch bytes of a linear for the quantised forms of a tensor."""
         made = ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
         return made + (EAGER_SCRATCH * elements if self.casts and not self.compiled else 0)
 
@@ -145,7 +145,7 @@ class _Quantiser:
         return tuple(replace(one, narrow=True) if isinstance(one, Gemm) else one for one in kernels)
 
     def _sent(self, op: Op, tensor: Activation) -> dict[str, Comm | int | None]:
-        """The linear's gathers over tensor-parallel ranks, in quantised bytes."""
+        """The linear's collectives over tensor-parallel ranks, which move quantised bytes."""
         if self.casts:
             return {}
         columns = tensor.row_bytes // self.e

@@ -445,7 +445,7 @@ class _SlicedLowering(_RankLowering):
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        # An order in which no backward directly follows its own forward.
+        # In this order no backward directly follows its own forward.
         chunks = range(problem.layout.vpp)
         apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):

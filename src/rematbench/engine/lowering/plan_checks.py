@@ -99,7 +99,7 @@ def _check_cuts(plan: Plan, problem: Problem) -> None:
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "weights that do not train": problem.workload.partly,
-        "weight gradients in passes of their own": plan.halves,
+        "separate passes for weight gradients": plan.halves,
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     if plan.cuts and (found := refusal("cuts are not modelled with", beside)):
@@ -114,9 +114,9 @@ def _check_table(problem: Problem) -> None:
     found = table_on_host(problem.workload, problem.layout, problem.system.states)
     held, up, down = (gib(nbytes) for nbytes in found)
     raise PlanError(
-        f"a memory table on the host is not lowered: {held} GiB of it and its states would leave "
-        f"the device, and a rank's step would copy {up} GiB of rows up and {down} GiB of gradients "
-        "down"
+        f"a memory table on the host is not lowered: {held} GiB of the table and its states would "
+        f"leave the device, and a rank's step would copy {up} GiB of rows up and {down} GiB of "
+        "gradients down"
     )
 
 
@@ -170,7 +170,7 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "parameters at home on the host are updated after the backward; start must be norm": (
             plan.state("parameter").home == "host"
         ),
-        f"sequence parallelism sums gradients of norms whole, and system {system.name} has whole "
+        f"sequence parallelism sums whole gradients of norms, but system {system.name} has whole "
         "buckets; start must be norm": (lay.sequence_parallel and system.zero.whole_buckets),
         "tied embeddings exchange their gradient after the backward; start must be norm": (
             problem.embedding_ranks is not None
@@ -181,7 +181,7 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         f"system {system.name} reduces gradients after the backward; start must be norm": (
             lay.has_peers and late
         ),
-        "gradients of experts have peers of their own; start must be norm": (
+        "other ranks reduce gradients of experts; start must be norm": (
             problem.workload.model.experts is not None
         ),
     }

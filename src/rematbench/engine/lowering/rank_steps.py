@@ -142,7 +142,7 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.due: dict[int, list[Release]] = {}  # by the position at which they are due
+        self.due: dict[int, list[Release]] = {}  # the key is the position at which they are due
         self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # due position, release
         self.releases = 0
         self.fetches = 0

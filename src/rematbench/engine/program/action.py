@@ -31,7 +31,7 @@ class Kind(Enum):
     ALLOC = "ALLOC"
     EVENT = "EVENT"
 
-    __hash__ = object.__hash__  # Enum's own hashes the name at every call, which is slow.
+    __hash__ = object.__hash__  # Enum.__hash__ hashes the name at every call, which is slow.
 
 
 COMPUTE, HOST_UPDATE = "compute", "host_update"

@@ -70,11 +70,11 @@ class Pool:
         self.small, self.expandable = small, mode == "expandable"
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.split_from = MIN_BLOCK if small or self.expandable else SMALL + 1
-        self.keys: list[int] = []  # size and address in one number, sorted
-        self.starts: dict[int, int] = {}  # address -> size
-        self.ends: dict[int, int] = {}  # end -> address
+        self.keys: list[int] = []  # each joins size and address; they are sorted
+        self.starts: dict[int, int] = {}  # maps an address to a size
+        self.ends: dict[int, int] = {}  # maps an end to an address
         self.segments: dict[int, int] = {}
-        self.end = 0  # next fresh address
+        self.end = 0  # the next segment starts here
 
     def insert(self, address: int, size: int) -> None:
         """Add a free block, merged with the free blocks it touches."""

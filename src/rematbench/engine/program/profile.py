@@ -63,7 +63,7 @@ class _Profiler:
     """Computes each block's profile once, even if ranks share the block."""
 
     def __init__(self) -> None:
-        self.profiles: dict[int, Profile] = {}  # by the block's id
+        self.profiles: dict[int, Profile] = {}  # the key is the block's id
         self.outlives: dict[int, Lifetimes] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:

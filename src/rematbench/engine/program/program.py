@@ -180,7 +180,7 @@ class Samples(Struct, frozen=True, kw_only=True):
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
     between its activations, if the stack does so.  `samples`: the lengths of micro-batches, if they
-    differ.  `waiting_frees`: the fact of the same name of the stack (`Zero`)."""
+    differ.  `waiting_frees`: the stack's fact of this name (`Zero`)."""
 
     rank: int
     blocks: tuple[Block, ...]
@@ -225,7 +225,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
     addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
     or without expandable segments (`expandable`).  `embedding`: the ranks that exchange the
     gradient of the token embedding, if any do.  `slices`: tokens of the slices of a sequence that
-    have passes of their own."""
+    run as separate passes."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False

@@ -152,7 +152,7 @@ class Lengths:
         self.rank, self.samples, self.late = rank, samples, rank.late is not None
         self.known: dict[int, list[list[Request]]] = {}
         self.per_step = 1 + max(step.micro_batch for step in rank.steps)
-        self.begun = 0  # the micro-batches of earlier steps
+        self.begun = 0  # counts the micro-batches of earlier steps
 
     def lines(self, step: Step) -> list[Request]:
         """The requests of a step's block at the length of its micro-batch."""
@@ -183,12 +183,12 @@ class _Run:
         lengths: Lengths | None = None,
     ) -> None:
         self.memory, self.blocks, self.lengths = memory, blocks, lengths
-        self.lines: dict[int, list[RepeatedRequests]] = {}  # requests of blocks that have run
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # these blocks have run
         self.late = late is not None
         self.units = late.units if late else {}
-        self.pool = POOLS.index("reduced") if late and late.beside else 0  # the pool of gradients
-        self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
-        # The gradients' blocks by chunk, unit and operator.
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # gradients use this pool
+        self.made: set[tuple[int, ModelPart]] = set()  # the states of these units exist
+        # The key of a gradient is its chunk, unit and operator.
         self.gradients: dict[tuple[int, ModelPart, str], list[MemoryBlock]] = {}
         self.alive: dict[tuple[int, int], dict[object, MemoryBlock]] = {}
         self.rounds: list[tuple[object, list[int]]] = []
@@ -201,7 +201,7 @@ class _Run:
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
         order = [step.block for step in steps]
-        begun, before = 0, None  # the last position at which no storage was alive
+        begun, before = 0, None  # no storage was alive at position `begun`
         while self.done < len(steps):
             if not (self.alive or self.units or self.lengths):  # These make equal steps differ.
                 state = self.memory.state
@@ -250,7 +250,7 @@ class _Run:
         memory = self.memory
         for subject, size, stream in lines:
             if not size:
-                block = alive.pop(subject, None)  # None for a staging slot's tensor
+                block = alive.pop(subject, None)  # it is None if the tensor is in a staging slot
                 if block is not None:
                     memory.free(block, waits=stream > 0)
             elif size < 0:

@@ -4,7 +4,7 @@ one object.  Only this module knows how they are printed.
 A storage is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
 `E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
 `.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
-offloaded and rebuilt rows, `.r` a copy that is rebuilt beside the tensor, `%2` a piece of a
+offloaded and rebuilt rows, `.r` a rebuilt copy in addition to the tensor, `%2` a piece of a
 mini-sequence; `^` a storage that all micro-batches of the chunk use.
 """
 
@@ -85,7 +85,7 @@ class Role(Enum):
     SHARD = ("", "shard")
     STATES = ("", "states")
 
-    __hash__ = object.__hash__  # Enum's own hashes the name at every call, which is slow.
+    __hash__ = object.__hash__  # Enum.__hash__ hashes the name at every call, which is slow.
 
 
 _VALUES = {
@@ -96,7 +96,7 @@ _VALUES = {
 _GRADIENTS = {value: gradient for gradient, value in _VALUES.items()}
 
 KEPT, OFFLOADED, REBUILT, COPY = "#k", "#o", "#r", ".r"
-"""The marks of a tensor's rows by their fate, and of a copy that is rebuilt beside the tensor."""
+"""The marks of a tensor's rows by their fate, and of a rebuilt copy in addition to the tensor."""
 HOST, HELD = "@host", "^"
 """The marks of places other than the device memory of a micro-batch: host memory, and a storage
 that one micro-batch of a chunk allocates for all of them, until the rank's last pass."""

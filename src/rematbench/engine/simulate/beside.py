@@ -33,7 +33,7 @@ class OpSeconds(NamedTuple):
 
 # Why: docs/decisions/engine.md, How is an exchange of experts beside another micro-batch
 def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSeconds:
-    """Seconds of an operator with its collectives before, after or beside its kernels, as emit_op
+    """Seconds of an operator with its collectives before, after or during its kernels, as emit_op
     and emit_backward place them.  `comm_s`: seconds of a collective on a rank."""
     cost = problem.cost
     gemm = problem.tp_overlap == "gemm"
@@ -59,8 +59,8 @@ def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSe
 
 
 class Exposed(NamedTuple):
-    """The shares of an exchange's seconds that compute is longer: in a forward beside a backward,
-    and in that backward."""
+    """The shares of an exchange's seconds by which compute is longer: in a forward that overlaps a
+    backward, and in that backward."""
 
     forward: float
     backward: float

@@ -96,7 +96,7 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
     beside = two_way = False
     for blocks in ranks:
         for block in blocks:
-            flying: dict[Event | None, str] = {}  # the operator of each copy in flight, by its end
+            flying: dict[Event | None, str] = {}  # maps the end event of a copy to its operator
             for action in block.written:
                 if action.op in (WEIGHTS_UP, STATES_UP, STATES_DOWN):
                     flying[action.event] = action.op

@@ -44,10 +44,10 @@ class Motion(NamedTuple):
     times of an event, if the macro only makes compute wait for that event."""
 
     ends: tuple[AffineTerms, ...]
-    streams: tuple[tuple[int, int], ...]  # stream, index into ends
+    streams: tuple[tuple[int, int], ...]  # each has a stream and an index into `ends`
     events: tuple[tuple[Times, int], ...]
-    sends: tuple[tuple[int, int, int], ...]  # scale, offset, index into ends
-    waits: tuple[tuple[Times | None, int, int], ...]  # an event, or a message's scale and offset
+    sends: tuple[tuple[int, int, int], ...]  # each has scale, offset and an index into `ends`
+    waits: tuple[tuple[Times | None, int, int], ...]  # each has an event, or scale and offset
     gate: Times | None
 
 

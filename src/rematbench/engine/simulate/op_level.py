@@ -107,7 +107,7 @@ class Clock:
     `position`: the next step; `awaiting`: the message for which the rank waits.
 
     A message's number is twice the number of its pass and stage, plus 1 for backward messages.
-    Messages of token embeddings have negative numbers, by sender: `embedding` are the two ranks.
+    Messages of token embeddings have negative numbers, by sender; `embedding`: the two ranks.
     """
 
     def __init__(self, rank: int, pp: int, embedding: tuple[int, int]) -> None:
@@ -151,7 +151,7 @@ def _named(message: int) -> tuple[str, int, int]:
 
 
 class Timed(NamedTuple):
-    """A compiled action: its stream and its timing.  `wait`, `begin` and `event` are the action's.
+    """A compiled action: its stream, its timing, and its events `wait`, `begin` and `event`.
     `shared`: whether another block may wait for the event.  `send`: the direction of a message."""
 
     stream: int

@@ -59,7 +59,7 @@ class ActionCosts:
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
-        self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
+        self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # the key is (layer, rank)
         system, vpp = problem.system, problem.layout.vpp
         kernels, work = system.kernels, problem.workload
         self._iterates, self._graphs = kernels.captures_iteration, kernels.captures
@@ -227,7 +227,7 @@ class ActionCosts:
         return self.cost.stall_s(comm, rank, kernel_s)
 
     def _exposed(self, action: Action, rank: int) -> float:
-        """The share of an exchange's seconds that the pass beside it does not hide."""
+        """The share of an exchange's seconds that the overlapping pass does not hide."""
         key = (action.variant, rank)
         if key not in self._shares:
             table = self.problem.layer_kinds[action.variant]

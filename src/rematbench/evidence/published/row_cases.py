@@ -199,8 +199,8 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
             shape = {"vocab": load_model(kin).vocab} | shape
         missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
         if missing:
-            reason = f"unknown model {name!r}, and no column {', '.join(missing)} to build it"
-            raise RowError("failed", f"{reason} (the column also takes a model's file)")
+            reason = f"unknown model {name!r}; to build it, the row lacks {', '.join(missing)}"
+            raise RowError("failed", f"{reason} (column model also takes a model file)")
         relative = _relative(name, mlp)
         model = replace(load_model(relative), max_positions=0)
         plain = flag(row, "plain_heads", False)

@@ -87,9 +87,9 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
-        """The declared arms, then an arm for every discovered method of activation memory that no
-        arm names (methods that place training states or move passes are tried only if an arm names
-        them); ConfigError for an arm with the name of such a method."""
+        """The declared arms, then an arm for each discovered method that no declared arm uses,
+        except methods that place training states or change the order of passes.  ConfigError if a
+        declared arm has the name of an added method."""
         plain = {arm.method for arm in self.arms}
         entries = registry.methods.items()
         more = [name for name, one in entries if name not in plain and not one.waits]

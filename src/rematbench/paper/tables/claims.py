@@ -90,8 +90,8 @@ def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
 
 # Why: docs/decisions/paper.md, Which question counts for a claim?
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict of one claim, one of CLAIM_VERDICTS, from its headline and the numbers beside it.
-    A number beside the headline that is not comparable does not change the verdict."""
+    """The verdict of one claim, one of CLAIM_VERDICTS, from its PRIMARY and BESIDE lines.  BESIDE
+    lines that are not comparable do not change it."""
     headline, beside = (
         [_agrees(line["verdict"]) for line in lines if line["asked"] == word]
         for word in (PRIMARY, BESIDE)

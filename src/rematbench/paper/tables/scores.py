@@ -125,9 +125,8 @@ def score_tables(
 
 
 def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) -> str:
-    """A sentence with two mean errors of predictions without the source: over the groups of the
-    accuracy table, and over the sources of config/left_out.csv, which also has rows outside the
-    groups."""
+    """A sentence with two mean errors of predictions fitted without the row's source: over the
+    groups of the accuracy table, and over config/left_out.csv, which also has other rows."""
     sources = left_out_by_source(unseen)
     return (
         f"Left out: {percent(fmean(left_out.values()))} % on average over {len(left_out)} groups, "

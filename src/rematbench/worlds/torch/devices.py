@@ -154,7 +154,7 @@ def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
     ]
-    if None in place:  # this torch does not report the place
+    if None in place:  # This version of torch does not report the PCI address.
         return -1
     name = "{:04x}:{:02x}:{:02x}.0".format(*place)
     try:

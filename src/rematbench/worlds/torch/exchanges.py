@@ -389,7 +389,7 @@ class Messages:
         self.pending: list[PendingMessage] = []
         self.callbacks: list[Callable[[], object]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
-        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # messages to this rank's other chunk
+        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # messages to its other chunk
         self.tied = model.parameters.get("embedding.weight")
         exchanged = model.place.pp in (model.problem.embedding_ranks or ())
         self.arrival: Tensor | None = None

@@ -62,10 +62,10 @@ class Unit(NamedTuple):
 
     prefix: ModelPart
     table: OpTable
-    place: int  # inside the chunk
+    place: int  # index in the chunk
     layer: int  # global index; -1: embedding or head; -2 - n: an extra head of virtual stage n
     parameters: int  # on one rank, before any ZeRO sharding
-    trained: int  # of these, those with a gradient
+    trained: int  # parameters with a gradient
     variant: int = 0  # index into the problem's distinct layers
 
     @property
@@ -80,7 +80,7 @@ class ChunkEnds(NamedTuple):
     `back`: the activation whose gradient the chunk sends back; if all layers share one gradient,
     that is its output.  `wide_in`, `wide_out`: whether messages also have the columns of a
     prediction.  `cut`, `local`: no gradient crosses its input or its output; a `local` chunk keeps
-    its output for a loss of its own.  `before`, `after`: the marks of messages (see `word`)."""
+    its output for a separate loss.  `before`, `after`: the marks of messages (see `word`)."""
 
     first: bool
     last: bool
@@ -120,7 +120,7 @@ class ChunkOps:
         virtual = chunk * pp + stage
         self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
-        self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
+        self._names: dict[str, dict[str, Storage]] = {}  # keyed by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
         self.units: list[Unit] = []
         if self.first:

@@ -46,10 +46,10 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by unit
+        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # each unit's gathered copies
         self.weights: WeightReader | None = None
         self.slots: dict[Storage, Slot] = {}
-        self.beside = ""  # the pass of another micro-batch that runs beside the block
+        self.beside = ""  # a pass of another micro-batch overlaps the block
         self.unit_starts: list[Position] = []
         self.compact = True
         self._repeated: list[RepeatedPiece] = []
@@ -285,7 +285,7 @@ class BlockWriter:
         (`frees_by_action`).  `unit_starts` then count the FREEs too.  If a piece does not free the
         same tensors as the piece before it, all pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
-        # The tensors that pieces free, by the number of pieces.
+        # Each number of pieces has a set of tensors that the pieces free.
         ends: dict[int, set[Storage]] = defaultdict(set)
         for piece in self._repeated:
             ends[piece.periods.times] |= piece.deaths(self.actions, frees)

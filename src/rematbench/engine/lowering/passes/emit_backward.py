@@ -38,7 +38,7 @@ from rematbench.plan import PlanError, Transfers
 Storages = list[Storage]
 
 BESIDE = storage_of(NO_PART, "beside")
-"""The storage of the tensors that a forward beside a backward keeps of one layer."""
+"""The storage of the tensors that a forward keeps of one layer while it overlaps a backward."""
 
 
 class InputGradients(NamedTuple):
@@ -80,8 +80,8 @@ class BackwardEmitter:
         self.w.beside = "forward" * beside
         self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
-        self.rows = WHOLE  # the rows of the piece in progress
-        self.grads: dict[Storage, Storage] = {}  # gradients that exist, by activation
+        self.rows = WHOLE  # the piece in progress has these rows
+        self.grads: dict[Storage, Storage] = {}  # the gradients of these activations exist
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
@@ -106,12 +106,12 @@ class BackwardEmitter:
             w.free(*[BESIDE][: bool(w.beside)], *self.held)
         survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
         if self.apart and survivors - {chunk.input.gradient}:
-            raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+            raise PlanError("separate weight gradients: pieces add to the chunk's input gradient")
         survivors |= {chunk.output} if chunk.local else set()
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        if self.updater:  # After ENDED: the message to the previous stage need not wait for pieces.
+        if self.updater:  # ENDED comes first, so the message does not wait for pieces.
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
@@ -119,7 +119,7 @@ class BackwardEmitter:
     def _unit(self, order: list[Unit], position: int) -> None:
         w, unit = self.w, order[position]
         w.begin_unit()
-        if w.beside and position == int(self.chunk.last):  # At the first layer, after any head.
+        if w.beside and position == int(self.chunk.last):  # The first layer follows any head.
             emit_alloc(w, BESIDE, self._beside_bytes())
         self.reload.before(order, position)
         if self.gatherer:
@@ -172,7 +172,7 @@ class BackwardEmitter:
                 emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 
     def _beside_bytes(self) -> int:
-        """The bytes that the forward beside this backward keeps of its first layer, before the
+        """The bytes that the overlapping forward keeps of its first layer, before this chunk's
         backward frees a layer: those of this chunk's largest layer, because the forward runs equal
         layers.  From then on, the forward fills the memory that the backward frees."""
         stored = self.chunk.stored(self.fates)
@@ -360,7 +360,7 @@ class BackwardEmitter:
         pieces = self.recomputer.run is not None
         read = any(total in each.reads for each in self.deferred)
         if (pieces and read) or (op.grad_reduce is not None and not pieces):
-            raise PlanError(f"weight gradients apart: {op.name} adds to a residual's gradient")
+            raise PlanError(f"separate weight gradients: {op.name} adds to a residual's gradient")
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:

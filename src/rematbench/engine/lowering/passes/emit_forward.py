@@ -47,7 +47,7 @@ class ForwardEmitter:
         self.in_flight: list[tuple[Event, tuple[Storage, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
-        self.trails = False  # whether the last copy in flight is the trailing unit's
+        self.trails = False  # tells whether the last copy in flight is the trailing unit's
 
     def block(self) -> Block:
         """Return block F, which computes the chunk's output from its input and keeps the storages

@@ -29,11 +29,11 @@ class Recomputer:
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.on_device: set[Storage] = set()
-        self.shares: dict[str, float] = {}  # the share of rows that each operator recomputes
-        self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
+        self.shares: dict[str, float] = {}  # each operator recomputes this share of rows
+        self.rebuilt: set[Storage] = set()  # the rebuilt rows of these tensors exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        self.passing = frozenset[str]()  # tensors that are not kept, because pieces recompute them
+        self.passing = frozenset[str]()  # these tensors are not kept, because pieces recompute them
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
         self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {
@@ -278,9 +278,9 @@ class Rebuilder:
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
-        self.visited: set[ModelPart] = set()  # units whose layer- or group-scoped work is done
-        self.arrive = arrive  # called before a unit is rebuilt early
-        self.stalls: list[Action] = []  # emitted when the collective of their window is done
+        self.visited: set[ModelPart] = set()  # the layer or group work of these units is done
+        self.arrive = arrive  # this is called before a unit is rebuilt early
+        self.stalls: list[Action] = []  # they are emitted when their window's collective is done
 
     def scopes(self, unit: Unit) -> None:
         """Rebuild the tensors of layer or group scope that are due before this unit's backward."""

@@ -23,16 +23,16 @@ class Reloader:
         self.chunk, self.transfers, self.w = chunk, transfers, w
         self.stored = chunk.stored(fates)
         self.layerwise = transfers.granularity == "layer"
-        self.fetched: dict[ModelPart | None, Event] = {}  # unit -> event of its reloads
+        self.fetched: dict[ModelPart | None, Event] = {}  # maps a unit to the event of its reloads
         self.waited: set[ModelPart] = set()
-        self.tenants: dict[Slot | None, ModelPart] = {}  # the unit that still needs each buffer
+        self.tenants: dict[Slot | None, ModelPart] = {}  # maps a buffer to the unit that needs it
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
                 self._slot(unit)
         self.offloaded = self._offloaded()
         ahead = trailing_unit(chunk, fates, transfers)
-        self.ahead = ahead.prefix if ahead else None  # the unit that an earlier block reloads
+        self.ahead = ahead.prefix if ahead else None  # an earlier block reloads this unit
         if self.ahead:
             self.fetched[self.ahead] = COPIED_IN
 

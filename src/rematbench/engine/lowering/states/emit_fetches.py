@@ -103,7 +103,7 @@ class MatrixGatherer(ParameterGatherer):
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward
-        self.whole: dict[Storage, Matrices] = {}  # gathered and not released
+        self.whole: dict[Storage, Matrices] = {}  # these are gathered and not released
         self.waited: set[Storage] = set()
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:

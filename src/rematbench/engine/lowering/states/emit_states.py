@@ -114,10 +114,10 @@ class ParameterGatherer:
         self.beside = system.zero.gather_overlap
         self.width = width
         self.survivors: set[Storage] = set()
-        self.pending: dict[object, Event] = {}  # end events of gathers, by unit or buffer
+        self.pending: dict[object, Event] = {}  # gathers end at these events
         self.released: Event | None = None
         self.in_turn = False
-        self.released_before: Event | None = None  # the previous value of `released`
+        self.released_before: Event | None = None  # holds the previous value of `released`
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
@@ -313,9 +313,9 @@ class GradReducer:
         self.sums_in_last = False  # norms are summed before each reduction, not after the passes
         self.norms: list[Event] = []
         self.reduced: list[Reduced] = []
-        self.down: Event | None = None  # the end of the latest copy to the host
+        self.down: Event | None = None  # the latest copy to the host ends here
         self.in_flight: list[tuple[Event, Storage]] = []
-        self.survivors: set[Storage] = set()  # storages that outlive the block
+        self.survivors: set[Storage] = set()  # these storages outlive the block
 
     def buffer(self, unit: Unit) -> Storage:
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)

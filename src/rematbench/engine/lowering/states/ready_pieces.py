@@ -81,7 +81,7 @@ class ReadyWriter:
         self.landing: list[tuple[Ready, tuple[Event, ...], Storage | None]] = []
         """Updates on the device that are not issued yet: the piece, the events for which it waits,
         and the storage of its states (None: resident)."""
-        self.visiting: list[ModelPart] = []  # visits whose states are on their way back
+        self.visiting: list[ModelPart] = []  # the states of these visits are on their way back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
         due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]

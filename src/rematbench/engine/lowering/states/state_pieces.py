@@ -145,9 +145,9 @@ class _Writer:
         self.ready = self.w.mark(COMPUTE)
         """The event after which a piece may start: all gradients and their norm exist; without
         slots, the previous piece has ended as well."""
-        self.visiting: list[tuple[Event, Storage]] = []  # the end of each visit in flight
+        self.visiting: list[tuple[Event, Storage]] = []  # each visit in flight ends at its event
         self.updated: tuple[Piece, Event] | None = None  # by the host; its weights are not up yet
-        self.down: dict[int, Event] = {}  # the arrival of each piece's gradients on the host
+        self.down: dict[int, Event] = {}  # each piece's gradients arrive on the host then
         self.back: list[Event] = []
         hosted = [piece for piece in pieces if piece.place == "host"]
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
