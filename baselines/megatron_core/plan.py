@@ -166,7 +166,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (
             bool(idle & set(self.offload_modules)) or (recomputed and model.experts is None),
             "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
-            "linear after them: 0.16.1 does nothing and says nothing",
+            "linear after them: 0.16.1 silently does nothing",
         )
 
     def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:

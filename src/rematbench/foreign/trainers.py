@@ -97,7 +97,7 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
 def note_cap(reading: Reading) -> None:
     """Note that the sequence length is an upper bound, because samples are not packed."""
     if "seq_len" in reading.values:
-        text = "samples are not packed, so this is a cap, and shorter samples need less"
+        text = "samples are not packed, so this is an upper bound; shorter samples need less"
         reading.notes.append(f"{reading.keys['seq_len']}: {text} (--seq-len, --sample-len)")
 
 
