@@ -160,9 +160,8 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row, predicted with constants fitted without its source.  `log_error` is
     ln(predicted / published) of its speed; `other_log_error` is the same error under the constants
-    of another GPU generation (None: that generation has no rates for a kernel of the row).  Rows of
-    one job on one stack with the same options have equal `sweep`, and equal `layout` if their
-    degrees and ZeRO stages agree."""
+    of another GPU generation (None: it has no rates for a kernel of the row).  Rows of one job on
+    one stack with equal options share `sweep`, and `layout` if degrees and ZeRO stage agree."""
 
     source: str
     job: JobProperties

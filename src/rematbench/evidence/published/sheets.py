@@ -65,9 +65,7 @@ def whole(row: Row, column: str, default: int | None = None, least: float = 1) -
         return default
     value = _number(column, cell)
     if value != int(value) or value < least:
-        raise RowError(
-            "failed", f"column {column}: {cell!r} is not a whole number of at least {least:g}"
-        )
+        raise RowError("failed", f"column {column}: {cell!r} is not a whole number >= {least:g}")
     return int(value)
 
 

@@ -57,8 +57,7 @@ def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
 
 
 def slice_order(cp: int) -> list[int]:
-    """For each of a sequence's 2 x cp slices, its index among the slices of all ranks in rank
-    order."""
+    """For each of a sequence's 2 x cp slices, its index among all ranks' slices in rank order."""
     held = [position for rank in range(cp) for position in (rank, 2 * cp - 1 - rank)]
     return [held.index(position) for position in range(2 * cp)]
 
