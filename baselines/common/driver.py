@@ -93,8 +93,8 @@ def _on_gpus(job: PackageJob) -> bool:
 
 
 START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
-"""How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a
-process that has counted GPUs before."""
+"""How ranks start. A forked rank has the package imported already, but torch refuses CUDA in the
+fork of a process that has counted its GPUs."""
 
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:

@@ -24,7 +24,7 @@ class Trainer(Protocol):
         """Run forward and backward of every micro-batch; `meter`, if given, counts the bytes."""
 
     def loss(self) -> float:
-        """The step's mean loss over all labels that count (a collective)."""
+        """The step's mean loss over all labels that are not ignored (a collective)."""
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
         """The norm of every parameter's gradient, and if `whole` the gradients too (a collective).

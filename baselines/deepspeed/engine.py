@@ -188,8 +188,8 @@ def counted(rig: Rig, meter: Meter) -> Iterator[None]:
 
 
 def fetches_ahead(run: RunSpec) -> bool:
-    """Whether the first pass differs from later passes: ZeRO 3 records its order, then fetches
-    ahead."""
+    """Whether the first pass, in which ZeRO 3 records the order of modules, differs from later
+    passes, in which it fetches ahead."""
     return run.layout.zero_stage == ZERO_3
 
 

@@ -44,7 +44,7 @@ _tiled_backward = TiledFusedLogitsLoss.backward
 _has_inf_or_nan = stage_1_and_2.has_inf_or_nan
 _for_backward = checkpointing.get_partitioned_activations_for_backward
 COUNTER = 4
-"""Bytes of AdamW's step counter besides its two moments."""
+"""Bytes of AdamW's step counter, which it keeps in addition to its two moments."""
 
 
 class DirectDecoder(Decoder):

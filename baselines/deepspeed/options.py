@@ -16,7 +16,7 @@ KEYS = {
     "whole_buckets": "contiguous_gradients",
 }
 POLICY = ("reduce_overlap", "optimizer_on_host", "parameters_on_host", "param_bytes")
-"""Facts that follow from the policy and the job in the configuration."""
+"""Facts that the policy and the job set in the configuration."""
 
 
 def stack_values(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Places(DispatchMode):
             return self._asked == HOST
         found = {self.host(tensor) for tensor in operands if tensor.dim() > 0}
         if len(found) > 1 and func is not torch.ops.aten.copy_.default:
-            raise RuntimeError(f"{func}: operands on the host and on the device")
+            raise RuntimeError(f"{func} has operands on the host and on the device")
         return found == {True} or (not found and any(map(self.host, operands)))
 
     def _keep(self, storage: torch.UntypedStorage) -> None:

@@ -238,7 +238,7 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
             and setup.model.tied_embeddings
             and (stage > 1 or (stage == 1 and policy.overlap_comm)),
             "loss_tiles with tied embeddings where gradients are reduced during the backward "
-            "(zero_stage 2 or 3, or overlap_comm): the gradient comes from tiles and embedding",
+            "(zero_stage 2 or 3, or overlap_comm): tiles and embedding each give a gradient",
         ),
     ]
 

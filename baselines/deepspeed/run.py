@@ -123,7 +123,7 @@ class Trainer:
             self.own = ds.run_step(self.rig, self.batch, self.counted)
 
     def loss(self) -> float:
-        """The mean loss: the sums of all ranks over the labels that count."""
+        """The mean loss: the sums of all ranks over the number of labels that are not ignored."""
         total = torch.tensor([float(self.own)], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)
         return float(total) / self.counted

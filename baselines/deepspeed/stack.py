@@ -83,7 +83,7 @@ def _extras(problem: Problem, again: bool) -> Iterator[Extra]:
 
 
 WALKED = ("whole_buckets", "prefetch_elements", "live_elements")
-"""Facts of the stack that `zero_peaks` walks weight by weight, in place of the lowering."""
+"""Facts of the stack whose memory `zero_peaks` computes weight by weight, not the lowering."""
 NOT_METERED = ("step_scratch_bytes", "flat_step", "late_state_bytes")
 """Facts of the optimizer step, which is not metered."""
 

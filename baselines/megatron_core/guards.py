@@ -73,6 +73,6 @@ def _executed(run: RunSpec, policy: MegatronCore) -> list[Reason]:
         (here and run.model.qk_norm, "norms over heads are traced here, not executed"),
         (
             here and policy.bias_activation_fusion and run.model.mlp == "gelu",
-            "the fused GELU is the tanh approximation: another arithmetic than the other engines'",
+            "the fused GELU is the tanh approximation, which no other engine here computes",
         ),
     ]

@@ -86,7 +86,7 @@ def _latent(setup: Setup) -> list[Reason]:
         (
             lay.tp > 1,
             "latent attention under tp: the local spec of 0.16.1 gives the shared part of keys the "
-            "gradient of this rank's heads only, beside a right loss",
+            "gradient of this rank's heads only, with a right loss",
         ),
         (lay.cp > 1, "latent attention under cp (not run here)"),
         (model.norm != "rmsnorm", "latent attention with LayerNorm (not run here)"),

@@ -38,7 +38,7 @@ operands and are not reloaded, because each view is reloaded as a tensor of its 
 
 
 class Groups:
-    """The groups of a rank; each call returns the change of the device's live bytes."""
+    """The offload groups of a rank; each call returns the change of the device's live bytes."""
 
     def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
         """`tensors`: the tensors that each module offloads."""
@@ -130,7 +130,7 @@ class Groups:
 
 LOGITS, SOFTMAX = storage_of(HEAD, "logits"), storage_of(HEAD, "loss_saved")
 MADE_IN = {SOFTMAX: LOGITS, LOGITS.gradient: SOFTMAX}
-"""The storage in which the loss makes a tensor, if both have the same number of bytes."""
+"""The tensor whose storage the loss reuses for a tensor, if both have the same number of bytes."""
 
 
 def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:

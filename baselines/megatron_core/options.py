@@ -97,7 +97,7 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
 """The option of each fact: empty where Megatron-LM's default says the same, None for a value that
 no option gives."""
 POLICY = ("fused_swiglu", "param_bytes")
-"""Facts that the options of a policy and the precision give."""
+"""Facts that the options of the policy and of the precision set."""
 
 
 def stack_words(problem: Problem) -> list[str]:

@@ -166,7 +166,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (
             bool(idle & set(self.offload_modules)) or (recomputed and model.experts is None),
             "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
-            "linear after them: 0.16.1 does nothing and says nothing",
+            "linear after them: 0.16.1 silently does nothing",
         )
 
     def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:
@@ -384,7 +384,7 @@ def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
         ("mla_up_proj", model.latent is not None),
     ):
         if module in modules and not there:
-            yield f"recompute module {module} has no effect: no layer of {model.name} has one"
+            yield f"recompute module {module} has no effect: no layer of {model.name} has it"
         elif "moe" in modules and module in modules and module in ("moe_act", "shared_experts"):
             yield f"recompute module {module} beside moe has no effect"
 

@@ -191,5 +191,5 @@ class NoSquares(DispatchMode):
         for item in tree_iter(result):
             if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:
                 shape = " x ".join("seq_len" if n == self.rows else str(n) for n in item.shape)
-                raise NotRunnable(f"a tensor of {shape} ({func}) beside a flash kernel")
+                raise NotRunnable(f"{func} makes a tensor of {shape} beside a flash kernel")
         return result

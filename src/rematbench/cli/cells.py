@@ -88,9 +88,8 @@ def cells(
 
     With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
     simulated; only GPU runs have times.  With --again, the records of finished cells are deleted so
-    that the next run executes them again, for example after a repair of the nodes or of the
-    environment, which no record shows.  Beside the store, executed.csv and the manifests of their
-    bundles are deleted too.
+    that the next run executes them again, for example after a repair of the nodes, which no record
+    shows.  Beside the store, executed.csv and the manifests of their bundles are deleted too.
 
     \b
     Example:

@@ -227,7 +227,7 @@ class Ranking:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """The fastest plan that fits in one line, or the plan that is nearest to fitting."""
+    """One line with the fastest plan that fits, or else with the plan nearest to fitting."""
     best = results[0] if results else None
     if best is None or best.verdict is None:
         return "NOTHING FITS: no method could plan this problem"

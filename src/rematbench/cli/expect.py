@@ -16,7 +16,7 @@ def expect(
     tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
     expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
     update: Annotated[
-        bool, Option("--update", help="Replace the expected tables by these.")
+        bool, Option("--update", help="Replace the expected tables by the new ones.")
     ] = False,
     claim: Annotated[
         list[str] | None, Option(metavar="C1", help="Check only this claim (repeatable).")

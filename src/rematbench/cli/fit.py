@@ -29,8 +29,7 @@ def fit(
     fit.
 
     --cluster and --seq-len are needed; without --gpus the job has one GPU, and without
-    --global-batch one micro-batch for each stage of the pipeline.  Exit code 0 if it fits, 1 if it
-    does not.
+    --global-batch one micro-batch for each stage of the pipeline.  Exit code 1 if it does not fit.
 
     \b
     Example:

@@ -75,19 +75,17 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # every option is a parameter
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
     the allocator's peak against the ledger, seconds of a step.
 
-    Each part is a process with its own time limit and writes each result at once, so a crash of one
-    part loses nothing of the others.  DIR gets `records/` (a file for each cell, as `execute`
-    writes it), a log of each part, `summary.json` (written again after each part) and, on demand,
-    `baselines/`, `layers/` and `searched/`.  A part first deletes its earlier results, but `layers`
-    and `searched` continue theirs; the results and the status of other parts stay.  Exit code 1
-    unless every part ended well, every requested cell has a record, and every claim holds
-    (`layers` and `searched` make no claims).
+    Each part is a process with a time limit and writes each result at once, so a crash loses no
+    other part.  DIR gets `records/` (a file for each cell, as `execute` writes it), a log of each
+    part, `summary.json` (written again after each part) and, on demand, `baselines/`, `layers/`,
+    `searched/`.  A part first deletes its earlier results, but `layers` and `searched` continue
+    theirs; other parts keep their results and status.  Exit code 1 unless each part ended well,
+    each requested cell has a record, and each claim holds (`layers` and `searched` make none).
 
     With --predict nothing is measured.  The steps of `layers` (seconds, and bytes allocated,
     reserved and pinned) are predicted into DIR/predictions.jsonl.  With --part searched, the
     suite's jobs are searched for devices of several sizes, and the best plans are predicted into
-    DIR/searched.jsonl.  Commit the file before the measurement, which refuses predictions from
-    other constants or plans.
+    DIR/searched.jsonl.  Commit the file first: a measurement refuses other constants or plans.
 
     \b
     Example:

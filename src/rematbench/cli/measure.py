@@ -25,7 +25,7 @@ What = Literal["executed", "traced", "points", "agreement"]
 
 
 def measure(  # every option is a parameter
-    what: Annotated[What, Argument(help="Which records.")],
+    what: Annotated[What, Argument(help="The records to make.")],
     output: Output,
     suite: Annotated[
         Path | None,

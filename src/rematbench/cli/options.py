@@ -99,7 +99,7 @@ class RunOptions:
     reserve_gib: Annotated[
         float | None,
         Option(
-            min=0, metavar="G", help="GiB that tuned plans leave free (default: by peak errors)."
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: our peak error)."
         ),
     ] = None
     methods: Annotated[

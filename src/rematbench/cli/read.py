@@ -26,7 +26,7 @@ def read(  # every option is a parameter
         list[Path], Argument(metavar="FILE...", help="Launch script, JSON, YAML or TOML.")
     ],
     vocab: Annotated[
-        int | None, Option(min=1, metavar="V", help="Tokens of the vocabulary.")
+        int | None, Option(min=1, metavar="V", help="Size of the vocabulary in tokens.")
     ] = None,
     method: Annotated[
         str, Option(metavar="METHOD", help="Method in place of the files' recomputation.")
@@ -42,7 +42,7 @@ def read(  # every option is a parameter
     ] = None,
     variables: Annotated[
         list[str] | None,
-        Option("--set", metavar="NAME=VALUE", help="A variable of the environment."),
+        Option("--set", metavar="NAME=VALUE", help="Set an environment variable."),
     ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
     anyway: Annotated[

@@ -126,7 +126,7 @@ def timing(step_s: Sequence[float]) -> str:
 
 
 def speed_text(found: MeasuredSpeed) -> str:
-    """Measured tokens/s/GPU, and MFU where the cluster's peak rate is this GPU's."""
+    """Measured tokens/s/GPU, and MFU if the cluster's peak rate is that of this GPU."""
     rate = f"{found.tokens_per_s_per_gpu:,.1f} tokens/s/GPU"
     if found.mfu_causal is None or found.mfu_dense is None:
         return f"{rate} ({found.no_mfu})"

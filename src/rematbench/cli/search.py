@@ -82,7 +82,7 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
         bool,
         Option(
             "--by-layer",
-            help="Then move layers between stages, and recompute the fewest layers of each.",
+            help="At the end, move layers between stages and recompute as few as possible.",
         ),
     ] = False,
     output: Annotated[

@@ -64,7 +64,7 @@ class SearchAnswer:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
         alone, planners, each within `limit_s` CPU seconds (0: none), and plans tuned `by_layer`;
         where nothing fits, the changes that would make the job fit.  After Ctrl-C, the answers so
-        far.  Nothing without bounds, whose plans are all in the table."""
+        far.  It does nothing without bounds, because the table then has all plans."""
         run = partial(rounds, processes=processes)
         if not self.job.bounded:
             return

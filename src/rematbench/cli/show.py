@@ -359,7 +359,7 @@ def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> l
 
 
 def world_line(problem: Problem) -> str:
-    """The world of the numbers, and the versions behind them."""
+    """The world of the numbers, and the versions of rematbench and of its constants."""
     constants = f"constants of {problem.calibration.date}"
     return f"world: simulated (rematbench {__version__}, {constants})"
 

@@ -70,7 +70,7 @@ def _inputs(file: TableFile, given: Sequence[str]) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
     for name, _, path in (word.partition("=") for word in given):
         if name not in file.inputs:
-            raise CommandError(f"--input {name}: {file.name}.py has {', '.join(file.inputs)}")
+            raise CommandError(f"--input {name}: {file.name}.py has only {', '.join(file.inputs)}")
         named.setdefault(name, []).append(path)
     return named
 

@@ -29,8 +29,8 @@ SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 
 
 def titan_answer(asked: Request) -> FlagsAnswer:
-    """The configuration whose activation checkpointing decides a request's plan; `missing`
-    has the facts that no key states."""
+    """The configuration whose activation checkpointing gives a request's plan; `missing` lists the
+    facts that no key can express."""
     problem, registry = asked.problem, discover([])
     plan, missing = asked.method.plan(problem, asked.base), list(_inexpressible(problem))
     assert not isinstance(plan, Unsupported)
@@ -65,7 +65,7 @@ def _inexpressible(problem: Problem) -> Iterator[str]:
     """The facts of a problem that no key states."""
     lay, work, system = problem.layout, problem.workload, problem.system
     facts = {
-        f"stack {system.name} (torchtitan's are torchtitan and those based on it)": (
+        f"stack {system.name} (keys exist for torchtitan and stacks based on it)": (
             TITAN not in (system.name, *system.constants)
         ),
         f"zero_stage {lay.zero_stage} (FSDP2 shards as 2 or 3)": lay.zero_stage not in (2, 3),

@@ -58,9 +58,7 @@ def validate(
     published = (PUBLISHED, BESIDE)
     cells = [cell for cell in cells if cell.get("cell", PUBLISHED) in published]
     if rows is not None and not any(cell.get(key) for cell in cells for key in MEASURED):
-        raise CommandError(
-            f"{rows}: nothing to score: no row has a value of {' or '.join(MEASURED)}"
-        )
+        raise CommandError(f"{rows}: no row has a value of {' or '.join(MEASURED)}")
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
     left_out = left_out_errors(strange, accuracy, calibration())

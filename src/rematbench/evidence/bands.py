@@ -47,7 +47,7 @@ from rematbench.problem import NOT_TIMED, Problem
 
 FEWEST_SOURCES = 5
 """Smallest number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
-error.  Our choice."""
+error.  We chose the number."""
 
 POOLED = ("all, each source weighs 1", "all, each row weighs 1")
 """The names of the two lines over all sources in the table of bands."""

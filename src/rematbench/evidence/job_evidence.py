@@ -147,7 +147,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     methods: frozenset[str]
     """The mechanisms of the composed method."""
     packing: str = ""
-    """Words on packed documents."""
+    """The packing of documents, in words."""
     device: str = ""
     """The GPU in words, if no shipped GPU is like it."""
     shape: str = ""
@@ -160,9 +160,8 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row, predicted with constants fitted without its source.  `log_error` is
     ln(predicted / published) of its speed; `other_log_error` is the same error under the constants
-    of another GPU generation (None: that generation has no rates for a kernel of the row).  Rows of
-    one job on one stack with the same options have equal `sweep`, and equal `layout` if their
-    degrees and ZeRO stages agree."""
+    of another GPU generation (None: it has no rates for a kernel of the row).  Rows of one job on
+    one stack with equal options share `sweep`, and `layout` if degrees and ZeRO stage agree."""
 
     source: str
     job: JobProperties
@@ -306,7 +305,7 @@ def unaligned_heads(problem: Problem) -> str:
 
 
 def methods_of(family: str) -> frozenset[str]:
-    """The mechanisms of a composed name; keeping all activations does not count."""
+    """The mechanisms of a composed name; keep_all is no mechanism."""
     return frozenset(family.split("+")) - {IDENTITY}
 
 

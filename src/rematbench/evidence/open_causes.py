@@ -29,7 +29,7 @@ CHECKED = frozenset({"fms-fsdp"})
 nodes are within 7 % of the prediction (tests/evidence/test_open_causes.py has them)."""
 ROOFLINE = 0.5
 """The half-width, a logarithm, for a GPU that is known by its data sheet alone.  Its kernels reach
-assumed shares of the peaks, and no row says how wrong these are.  Our choice."""
+assumed shares of the peaks, and no row says how wrong these are.  We chose the value."""
 NODE = 8
 """GPUs of a node in the published rows."""
 

@@ -43,7 +43,7 @@ def trained_by(whole: bool) -> str:
 
 @cache
 def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
-    """The lines of config/left_out_bytes.csv of jobs that train this (`trained_by`)."""
+    """The lines of config/left_out_bytes.csv with this word of `trained_by`."""
     needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
     lines = read_sheet(data_dir("config") / BYTES, needed)
     return tuple(line for line in lines if line["trains"] == trains)
@@ -115,7 +115,7 @@ def total_is_checked(problem: Problem) -> bool:
 
 
 def trains_in(problem: Problem) -> str:
-    """What trains in a problem."""
+    """The word of `trained_by` for a problem."""
     return trained_by(whole=not problem.workload.partly)
 
 

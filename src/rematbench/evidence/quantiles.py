@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 LEVEL = 0.8
-"""Share of published rows that a band or a margin promises to hold."""
+"""Share of published rows that a band or a margin should contain."""
 
 Errors = dict[str, list[float]]
 """Absolute log errors by source."""

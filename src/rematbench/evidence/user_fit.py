@@ -199,7 +199,7 @@ def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
 def refusals(rows: Sequence[Row], prior: ScalePrior) -> list[str]:
     """One line for each row that no scale explains: a step faster than its kernels, or a job given
     twice with contradictory speeds.  Rows are the same job if their cases are equal; other columns
-    (`table`, `source`, `mfu_pct_as_published`, ...) do not count."""
+    (`table`, `source`, `mfu_pct_as_published`, ...) may differ."""
     found, registry = [], discover()
     seen: dict[bytes, tuple[int, float]] = {}
     for line, row in enumerate(rows, start=1):

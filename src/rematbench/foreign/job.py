@@ -25,8 +25,8 @@ WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 """The bytes of states of fp32 weights under autocast.  DeepSpeed converts the weights to 16 bits,
 and FSDP's stack has these bytes already."""
 FLAT_UNITS = {"waiting_frees": 2}
-"""torch's first FSDP: torch 2.11, distributed/fsdp/_limiter_utils.py, as limit_all_gathers is on
-(accelerate 1.15, utils/dataclasses.py).  FSDP2's frees and hooks hold nothing."""
+"""Facts of torch's first FSDP (torch 2.11, distributed/fsdp/_limiter_utils.py; accelerate 1.15,
+utils/dataclasses.py, sets limit_all_gathers).  FSDP2 does not delay its frees."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""

@@ -14,7 +14,7 @@ from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
 REST = [(-1, "shards"), (-1, "global_batch")]
-"""(value, number of the job) pairs in which the value means: derive it from the other numbers."""
+"""(value, number of the job) pairs: this value means that the number follows from the others."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
 

@@ -8,7 +8,7 @@ from rematbench.inputs.configfile import ConfigError
 NUMBER = r"([\d,]+(?:\.\d+)?(?:e[-+]?\d+)?)"
 MIB, GIB = 2**20, 2**30
 WARMUP = 2
-"""The first steps, which do not count, because kernels are chosen and memory is mapped in them."""
+"""The number of first steps that are ignored, because they choose kernels and map memory."""
 PRINTS: tuple[tuple[str, str, float], ...] = (
     ("step_s", rf"elapsed time per iteration \(ms\): {NUMBER}", 1e-3),
     ("step_s", rf"train_steps_per_second'?\"?: '?{NUMBER}", -1.0),

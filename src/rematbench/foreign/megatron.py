@@ -94,7 +94,7 @@ def read_megatron(script: Script, words: list[str]) -> Reading:
     for word in words:
         parts = {*re.split(r"[/_]", word.removesuffix(".py"))} & OTHERS
         if word.endswith(".py") and parts:
-            reading.refused.append(f"{word}: trains a model that is not a plain decoder")
+            reading.refused.append(f"{word}: it trains a model that is not a plain decoder")
     return reading
 
 

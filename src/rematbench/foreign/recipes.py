@@ -57,7 +57,7 @@ def read_megatron_recipe(reading: Reading, options: Options) -> None:
         reading.refused.append(f"--fp8-recipe: {word} (allowed: {', '.join(MEGATRON)})")
         return
     if first_value(options, "transformer-impl") == "local":
-        reading.refused.append(f"--{switch}: needs --transformer-impl transformer_engine")
+        reading.refused.append(f"--{switch}: it needs --transformer-impl transformer_engine")
     if "no-fp8-wgrad" in options:
         reading.refused.append("--no-fp8-wgrad: weight gradients in 16 bits are not modelled")
     reading.put("recipe", MEGATRON[word], f"--{switch}")

@@ -97,7 +97,7 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
 def note_cap(reading: Reading) -> None:
     """Note that the sequence length is an upper bound, because samples are not packed."""
     if "seq_len" in reading.values:
-        text = "samples are not packed, so this is a cap, and shorter samples need less"
+        text = "samples are not packed, so this is an upper bound; shorter samples need less"
         reading.notes.append(f"{reading.keys['seq_len']}: {text} (--seq-len, --sample-len)")
 
 
@@ -189,7 +189,7 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
         reading.refused.append(f"model_type: the head of {kind} is not that of a language model")
     for key in ("distributed_type", "deepspeed_config"):
         if data.get(key):
-            reading.refused.append(f"{key}: belongs in accelerate's own file")
+            reading.refused.append(f"{key}: it belongs in accelerate's file")
 
 
 def _nested(reading: Reading, value: Any) -> None:

@@ -161,7 +161,7 @@ def limits(field: FieldInfo) -> tuple[float | None, float | None]:
 
 
 def columns(value: Struct) -> dict[str, Any]:
-    """The values of a struct that a table row shows: those of columns that are always there, and
+    """The values of a struct that a table row shows: those of columns that are always present, and
     those that differ from their default."""
     found = {}
     for field in facts(type(value)).values():

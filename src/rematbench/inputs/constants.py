@@ -256,7 +256,7 @@ def parse_calibration(text: bytes) -> Calibration:
         for name, numbers in entries.items():
             keys = [key for key, number in numbers.items() if number.source == FITTED]
             if len(keys) > budget:
-                raise ValueError(f"calibration: {section}.{name} has {len(keys)} fitted > {budget}")
+                raise ValueError(f"calibration: {section}.{name} fits more than {budget} constants")
             fitted += [f"{section}.{name}.{key}" for key in keys]
         if section != "gpus" and DEFAULT not in entries:
             raise ValueError(f"calibration: {section} needs a `{DEFAULT}` entry")

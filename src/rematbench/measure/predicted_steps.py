@@ -119,7 +119,7 @@ def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]
             continue
         line = known.get(cell.name)
         if line is None:
-            raise CommandError(f"{path}: has no prediction for {cell.name}")
+            raise CommandError(f"{path} has no prediction for {cell.name}")
         if {"run_id": line.run_id, "plan_hash": line.plan_hash} != identity(cell):
             raise CommandError(f"{path}: {cell.name} was predicted with other constants or plans")
     return known

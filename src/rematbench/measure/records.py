@@ -127,7 +127,7 @@ def append_line(path: Path, line: Struct) -> None:
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
     """Read the lines of a file.  Raises RecordError, with the line's number, for a damaged line.
-    An unfinished last line, which a killed process left, does not count."""
+    An unfinished last line, which a killed process left, is ignored."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:

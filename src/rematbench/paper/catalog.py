@@ -149,7 +149,7 @@ def _table_file(path: Path) -> TableFile:
             if arguments != list(one.inputs):
                 raise ConfigError(str(path), "build", "the argument names must equal INPUTS")
             return one
-    raise ConfigError(str(path), "build", "no such function")
+    raise ConfigError(str(path), "build", "this function is missing")
 
 
 def _literals(tree: ast.Module, path: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def expanded(pattern: str, values: Mapping[str, str]) -> list[str]:
     if not names:
         return [text]
     if len(names) > 1 or names[0] not in VALUES:
-        raise ConfigError("INPUTS", pattern, f"allowed: one of {', '.join(VALUES)}")
+        raise ConfigError("INPUTS", pattern, f"expected one of {', '.join(VALUES)}")
     every = VALUES[names[0]](values.get("suite", PAPER))
     return [text.replace(f"{{{names[0]}}}", value) for value in every]
 

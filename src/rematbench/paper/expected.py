@@ -28,7 +28,7 @@ METHOD_COLUMNS = ("arm", "label", "any_name")
 """Columns of the claims' tables that name a method of `methods/`."""
 
 TIES = "ties"
-"""The column of names that tie with the fastest."""
+"""The column that names the methods tied with the fastest."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

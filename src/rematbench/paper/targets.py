@@ -73,14 +73,14 @@ class Target(Struct, frozen=True, kw_only=True):
         return f"{folder}/logs/{'_'.join(words)}.log"
 
     def files(self, values: Values) -> dict[str, list[str]]:
-        """The files of all inputs, by name, and `reads`."""
+        """The files of all inputs, by the input's name, and those of `reads`."""
         every = {**values, **self.derived(values)}
         found = {name: catalog.files([path], every) for name, path in self.inputs.items()}
         return found | {"reads": catalog.files(self.reads(every), every)}
 
     def digest(self, values: Values) -> str:
-        """What makes the target due besides its files: the code, the methods' imports, the facts
-        of models, clusters, stacks and constants."""
+        """A text whose change makes the target due, like a change of its files: the code, the
+        methods' imports, the facts of models, clusters, stacks and constants."""
         methods = [Path(path) for path in self.files(values)["reads"] if path.endswith(".py")]
         return f"{module_digest(self.module, methods)} {facts()} {self.content(values)}"
 

@@ -336,7 +336,7 @@ def _relative(name: str, mlp: str) -> str:
         plain = relative.experts is None and relative.latent is None
         if candidate == _kin(name) or (relative.gated == gated and plain):
             return candidate
-    raise AssertionError("the fallback is of the right kind")
+    raise AssertionError("no known model has this kind of MLP")
 
 
 def _kin(name: str) -> str:

@@ -65,9 +65,7 @@ def whole(row: Row, column: str, default: int | None = None, least: float = 1) -
         return default
     value = _number(column, cell)
     if value != int(value) or value < least:
-        raise RowError(
-            "failed", f"column {column}: {cell!r} is not a whole number of at least {least:g}"
-        )
+        raise RowError("failed", f"column {column}: {cell!r} is not a whole number >= {least:g}")
     return int(value)
 
 
@@ -76,8 +74,8 @@ THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def read_number(cell: str) -> float:
-    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError, whose
-    text ends a sentence about the cell, for every other text, also for a decimal comma (`0,1`)."""
+    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError for
+    other texts, also for a decimal comma (`0,1`); it continues a sentence about the cell."""
     plain = cell.replace(",", "") if THOUSANDS.fullmatch(cell) else cell
     try:
         value = float(plain)
@@ -162,7 +160,7 @@ KINDS: dict[str, PeakKind] = {
     "device": "device",
     "nvidia-smi": "device",
 }
-"""The kind of peak by the word that a source uses for it; the first of these in a cell counts."""
+"""The kind of peak by the word that a source uses for it; of several, the first here decides."""
 
 
 def read_peak_kind(row: Row) -> PeakKind:

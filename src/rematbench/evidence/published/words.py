@@ -57,7 +57,7 @@ class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     missing: str = ""
     """The words are read only if this column is empty."""
     without: dict[str, Meaning] = {}
-    """For each of these words, what its absence from the cell means."""
+    """The meaning that the absence of each of these words from the cell has."""
 
     def meaning(self, word: str) -> str | Meaning | None:
         """What a word means, with the number in it in place of N; None if it is unknown."""

@@ -92,7 +92,7 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
         every = cells(load_suite(self.file()), [], self.only)
         found = [cell for cell in every if cell.name.startswith(problem)]
         if not found:
-            raise CommandError(f"{self.file()}: no selected problem is named {problem}")
+            raise CommandError(f"{self.file()}: no selected problem's name begins with {problem}")
         return found
 
 

@@ -53,7 +53,7 @@ class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job that is searched at each device memory.  The first `rows` of each answer are measured.
-    Among rows that differ only in settings, only the first counts."""
+    Of rows that differ only in settings, only the first is taken."""
 
     name: str
     why: str
@@ -154,7 +154,7 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
             except (ConfigError, MethodError) as error:
                 raise CommandError(f"{path}: {line.cell}: {error}") from error
     if not found:
-        raise CommandError(f"{path}: has no cell named {', '.join(only)} (--only)")
+        raise CommandError(f"{path} has no cell named {' or '.join(only)} (--only)")
     return found
 
 

@@ -80,8 +80,8 @@ def cell_job(
     evaluator: Evaluator | None = None,
     programs: ProbePrograms | None = None,
 ) -> SearchJob:
-    """The searches of one cell.  The cells of one model and length share `evaluator` and `programs`
-    (of probes)."""
+    """The searches of one cell.  The cells of one model and length share `evaluator` and the
+    `programs` of probes."""
     hosts = may_host(load_cluster(cluster), load_system(spec.system))
     home = {"optimizer": "device"} if hosts else {}  # all arms keep the states where the stack does
     problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)

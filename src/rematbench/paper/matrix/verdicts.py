@@ -43,7 +43,7 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
 
 
 def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
-    """Lines by (model, cluster, length), in order."""
+    """The lines of each cell (model, cluster, length), in their order."""
     return grouped((tuple(str(line[key]) for key in CELL), line) for line in lines)
 
 

@@ -179,4 +179,4 @@ def _longest(point: Point, claim: str, part: int) -> int:
         values = row["value"].split(" / ")
         if row["id"] == claim and part < len(values) and values[part].isdigit():
             return int(values[part])
-    raise ConfigError("baseline_points.yaml", point.name, f"no published length {claim}, {part}")
+    raise ConfigError("baseline_points.yaml", point.name, f"{claim} has no length at index {part}")

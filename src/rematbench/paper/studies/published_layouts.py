@@ -28,7 +28,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 
 NEVER = -1.0
-"""A gap that no search proves: a count of faster layouts goes on while any layout may be faster."""
+"""A gap that no search can prove, so a count of faster layouts ends only when it is complete."""
 
 JOB_COLUMNS = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 

@@ -30,9 +30,7 @@ def build(records: Path, agreement: Path) -> list[Table]:
     points = load_points()
     traced = points_table(points, records)
     if not traced.rows:
-        raise CommandError(
-            f"{records}: the folder has no record of any point in config/baseline_points.yaml"
-        )
+        raise CommandError(f"{records} has no record of any point in config/baseline_points.yaml")
     return [agreement_table(agreement), traced, tensors_table(points)]
 
 

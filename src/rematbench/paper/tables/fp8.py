@@ -20,7 +20,7 @@ LAYOUT = ("tp", "cp", "pp")
 PAIR = ("source", "gpu", "model", "gpus", "seq_len", "global_batch")
 """The columns that define a job, whose rows are compared in pairs."""
 LEAST = 1.05
-"""The smallest ratio of two published speeds at which their order counts."""
+"""The smallest ratio of two published speeds whose order is compared."""
 Row = Mapping[str, Any]
 
 

@@ -107,9 +107,9 @@ def score_tables(
     accuracy: Accuracy,
     unseen: Sequence[Row] = (),
 ) -> list[Table]:
-    """The tables of `rematbench validate`.  `unseen`: published rows predicted without their
-    source.  Without them, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the
-    tables of evidence, regret and calibration are left out."""
+    """The tables of `rematbench validate`.  `unseen`: rows predicted without their source.  Without
+    them, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the tables of
+    evidence, regret and calibration are left out."""
     runs = of_sheet(rows, RUNS)
     cells = left_out_cells() if unseen else ()
     judged = decisions([*runs, *of_sheet(rows, MORE)], unseen)

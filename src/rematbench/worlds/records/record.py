@@ -106,7 +106,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions. `warmup`:
-    the repeat is a warm-up, which does not count as measured."""
+    the repeat is a warm-up and not a measurement."""
 
     step_s: float
     tokens_per_s_per_gpu: float
@@ -179,8 +179,8 @@ def without_defaults(value: object) -> object:
 
 
 BASE = "base"
-"""The key, among the parameters of a stored spec, of the start and of the stack choices other than
-the attention kernel."""
+"""The parameter of a stored spec that holds the start and the stack choices other than the
+attention kernel."""
 
 
 def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,12 @@ NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0
 _aten = torch.ops.aten
 IGNORED = -100
-"""A label that counts neither in the loss nor in the mean of the loss."""
+"""The label of tokens that neither the sum nor the mean of the loss includes."""
 PARTS = 8
 
 
 def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Which elements dropout keeps, by their places: 1 - rate of them, spread evenly."""
+    """The mask of the elements that dropout keeps: a share of 1 - rate, evenly spread."""
     places = rows[:, None].double() * 0.6180339887 + columns * 0.7548776662
     return (places.frac() >= rate).to(torch.uint8)
 
@@ -227,7 +227,7 @@ def in_shard(tokens: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward(
     probs: Tensor, labels: Tensor, first: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """(softmax - one-hot) x scale for the rows that count, without a wide copy of the softmax."""
+    """(softmax - one-hot) x scale, zero for ignored labels, without a wide copy of the softmax."""
     column, mine = in_shard(labels, first, probs.shape[-1])
     grad = torch.mul(probs, scale, out=probs.new_empty(probs.shape, dtype=dtype))
     at_label = probs.gather(1, column[:, None]).sub_(mine[:, None].to(probs.dtype)).mul_(scale)

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """The number of labels that count; the loss is their mean over the whole global batch."""
+        """The number of labels that are not ignored; the loss is the mean over all of them."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -48,7 +48,7 @@ def make_batch(
 
 
 def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
-    """The slices of a sequence, of 2 x cp, that a rank holds: one slice from the head and one from
+    """The slices that a rank holds of a sequence's 2 x cp slices: one from the head and one from
     the tail, so that causal work is balanced. Without context parallelism the rank holds the whole
     sequence."""
     if layout.cp == 1:
@@ -57,14 +57,13 @@ def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
 
 
 def slice_order(cp: int) -> list[int]:
-    """For each of a sequence's 2 x cp slices, its index in the concatenation of what the ranks
-    hold."""
+    """For each of a sequence's 2 x cp slices, its index among all ranks' slices in rank order."""
     held = [position for rank in range(cp) for position in (rank, 2 * cp - 1 - rank)]
     return [held.index(position) for position in range(2 * cp)]
 
 
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
-    """The position in its sequence of each of a rank's rows of one sequence."""
+    """The position of each of a rank's rows in their sequence."""
     if layout.ulysses > 1:
         size = seq_len // layout.ulysses
         return torch.arange(place.cp * size, (place.cp + 1) * size)
@@ -75,8 +74,8 @@ def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
 
 def loss_scale(counted: int) -> float:
     """The derivative of the mean loss with respect to the loss of one label. NotFinite for a batch
-    in which no label counts: it has no mean (torch's cross_entropy gives NaN), and the case ends as
-    `nan`."""
+    in which all labels are ignored: it has no mean (torch's cross_entropy gives NaN), and the case
+    ends as `nan`."""
     if counted == 0:
         raise NotFinite("every label of the batch is ignored, so the mean loss is undefined")
     return 1.0 / counted

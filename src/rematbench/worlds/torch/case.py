@@ -47,8 +47,8 @@ def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]
 class Case:
     """One plan to execute.
 
-    `program` replaces the plan's own lowering if given; `ignored` is the share of labels that do
-    not count; `measure` tracks bytes after every action; `shards` records gradient norms,
+    `program` replaces the plan's own lowering if given; `ignored` is the share of labels that the
+    loss ignores; `measure` tracks bytes after every action; `shards` records gradient norms,
     `gradients` also keeps the gradients. `streams` makes the streams of a rank, in place of the
     device's (bytes are then not tracked).
 

@@ -11,7 +11,7 @@ from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.rank_model import SAVED
 
 PREDICTED = 0.1
-"""The weight of the loss of one more token (megatron-core 0.16.1, mtp_loss_scaling_factor)."""
+"""The weight of the prediction layer's loss (megatron-core 0.16.1, mtp_loss_scaling_factor)."""
 
 
 def embedding(call: Call) -> Tensors:

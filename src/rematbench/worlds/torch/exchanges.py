@@ -76,8 +76,8 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].storage), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
-        """Send each rank of the group its rows. Under Ulysses, bring tensors into the other order,
-        or their gradients back."""
+        """Send each rank of the group its rows. Under Ulysses, change tensors, or their gradients,
+        between the orders of rows and of heads."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         heads = self.model.heads(action)
         back = action.reads[0].is_gradient

@@ -138,7 +138,7 @@ class Executor:
         self.messages.flush()
         self.streams.flush()
         if self.memory.values:
-            raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
+            raise ExecutionError(f"{next(iter(self.memory.values))[0]} is never freed")
 
     def _walk(self) -> None:
         block = -1
@@ -200,7 +200,7 @@ class Executor:
         assert event is not None
         mark = self.local.get(event) or self.events.get((event, span.micro_batch, span.chunk))
         if mark is None:
-            raise ExecutionError(f"waits for {event}, but no action records it")
+            raise ExecutionError(f"an action waits for {event}, but no action records it")
         self.streams.wait(action.stream, mark)
 
     def _call(self, action: Action, span: Span, operands: Operands) -> Call:

@@ -138,7 +138,7 @@ class Movers:
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
             raise ExecutionError(
-                f"{alloc.storage} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
+                f"{alloc.storage} has {alloc.nbytes} bytes, but {sum(sizes)} gradients of {dtype}"
             )
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
         for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
@@ -213,7 +213,7 @@ class Movers:
             raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
 
     def to_host(self, action: Action, span: Span) -> None:
-        """Offload a storage into the host pool, or copy the gradients of a host update there."""
+        """Offload a storage into the host pool, or copy the gradients of a host update into it."""
         if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_host(action, span, self.memory, self.streams)
             return

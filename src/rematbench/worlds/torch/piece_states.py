@@ -132,7 +132,7 @@ class Pieces:
         return lambda: piece.update(states, rule, step)
 
     def to_host(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy gradients down for an update there, or the states of a visit back."""
+        """Copy gradients to the host for an update on it, or the states of a visit back to it."""
         piece = self.of(action.part)
         if action.op == GRADIENTS_DOWN:
             for each in piece.ranges:
@@ -142,7 +142,7 @@ class Pieces:
         _copy(streams, action.stream, piece.states, memory[span.key(action.reads[0])].data)
 
     def to_device(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy the states of a visit up, or weights after their update."""
+        """Copy the states of a visit, or weights after their update, to the device."""
         piece = self.of(action.part)
         if action.op != STATES_UP:
             for each in piece.ranges:

@@ -260,7 +260,7 @@ def _meet(place: LauncherPlace, backend: str, timeout_s: float) -> None:
     except Exception as error:  # torch's, gloo's and NCCL's errors have no common class
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise RendezvousError(
-            f"rank {place.rank} did not meet the other ranks of {place.world_size} at {where} "
+            f"rank {place.rank} of {place.world_size} did not meet the other ranks at {where} "
             f"(MASTER_ADDR, MASTER_PORT) within {timeout_s:g} s: {why}"
         ) from error
 

@@ -33,8 +33,8 @@ VECTORS = 3
 
 
 class SharedVocabulary:
-    """`outside`: takes a tensor out of the ledger.  `loss`: the sum of losses, which the last stage
-    adds to."""
+    """`outside` takes a tensor out of the ledger; `loss` is the sum to which the last stage adds
+    losses."""
 
     def __init__(self, messages: Messages, outside: Callable[[Tensor], None], loss: Tensor) -> None:
         self.model, self.memory, self.streams = messages.model, messages.memory, messages.streams

@@ -85,7 +85,7 @@ class Streams:
 
 
 UNORDERED = frozenset({"pp_recv"})
-"""Streams that wait for no other: their storages must not lie where compute may still work."""
+"""Streams that wait for no other; their storages need memory that compute does not use."""
 
 
 class Current:

@@ -35,7 +35,7 @@ class Sharing:
 
     @classmethod
     def of(cls, plan: Plan, layout: Layout, rank: int) -> "Sharing | None":
-        """The sharing of a plan; None if each parameter keeps its states by itself."""
+        """The sharing of a plan; None if each parameter keeps its own states."""
         parameter, gradient = plan.state("parameter"), plan.state("gradient")
         gathers = gathers_by_layer(parameter, layout)
         if not gathers and gradient.shards == 1 and gradient.home == "device":
