@@ -239,7 +239,7 @@ def test_saved_bytes_in_closed_form() -> None:
 @pytest.mark.parametrize("text", ["keep_all", "full_recompute:layers=1,4", "full_recompute"])
 def test_its_order_is_safe_on_every_stage(layout: dict[str, Any], tied: bool, text: str) -> None:
     if tied and layout is ALONE:
-        with pytest.raises(LayoutError, match="between those of tied embeddings"):
+        with pytest.raises(LayoutError, match="between the ranks that hold tied embeddings"):
             made(tied=tied, **layout)
         return
     given = made(tied=tied, **layout)
