@@ -105,7 +105,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         prepare("cpu")  # on CUDA the package sets its variables first
     runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
-    traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
+    traced = bool(jobs) and jobs[0].run.world == "traced"  # one process, even under srun
     if not traced and (launched := _launched()):
         return _as_rank(runner, jobs, folder, *launched)
     number = 0

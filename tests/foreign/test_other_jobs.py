@@ -147,7 +147,7 @@ def test_a_command_can_choose_the_engine_of_its_file(tmp_path: Path) -> None:
 
 
 def test_a_model_type_alone_makes_no_config_json(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a file of an unknown kind"):
+    with pytest.raises(ConfigError, match="the kind of this file is unknown"):
         job(tmp_path, '{"model_type": "qwen3", "output_dir": "x"}', "args.json")
 
 

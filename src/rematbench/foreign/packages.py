@@ -130,7 +130,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
         reading.put("model", label, "config.json")
         return reading
     if package is None:
-        raise ConfigError(label, "", f"a file of an unknown kind (read: {READ})")
+        raise ConfigError(label, "", f"the kind of this file is unknown; supported: {READ}")
     if package == "Megatron":
         return read_arguments(data["MODEL_ARGS"], label, variables)
     return _package(package, data, label)

@@ -88,7 +88,7 @@ def library_of(system: System) -> Library | None:
 
 
 def check_recipe(work: Workload, system: System, generation: str) -> None:
-    """RateError for a recipe that the GPUs or the stack do not support or that contradicts the
+    """Raise RateError if the GPUs or the stack do not support the recipe, or if it contradicts the
     job."""
     recipe, named, layers = recipe_of(work), f"recipe {work.recipe}", work.model.num_layers
     if recipe is None:

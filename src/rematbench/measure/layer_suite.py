@@ -59,7 +59,7 @@ def load_layers(path: Path) -> LayerSuite:
         reference = f"{problem.name}.{suite.references.get(problem.name, '')}"
         if reference not in names:
             raise ConfigError(
-                label, f"references: {problem.name}", "no cell of the suite has this name"
+                label, f"references: {problem.name}", f"no cell of the suite is named {reference!r}"
             )
         layout = problem.layout
         if layout.gpus > 1 and (problem.name not in suite.alone or layout.gpus > layout.pp):

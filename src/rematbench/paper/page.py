@@ -206,8 +206,8 @@ def what_is_not_modelled(config: ReportConfig) -> list[str]:
 
 
 def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
-    """Sentences on GPUs that were not used, on winners outside the published range, and on verdicts
-    without a promised rate, because too few published cells ran out of memory."""
+    """Sentences on GPUs that were not used, on winners outside the published range, and on why the
+    page promises no success rate for its verdicts on memory."""
     winners = _rows(tables / "matrix_fastest.csv")
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)

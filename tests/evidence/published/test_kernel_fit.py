@@ -282,7 +282,7 @@ def test_a_bad_row_is_one_line(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_a_missing_size_names_its_line() -> None:
-    with pytest.raises(KernelError, match="line 2: shape has no whole number 'n'"):
+    with pytest.raises(KernelError, match="line 2: 'n' in shape is missing or not a whole number"):
         measured(row(what="gemm", shape=parse_shape("m=3;k=7"), unit="ms"))
 
 

@@ -83,11 +83,11 @@ def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
 
 
 def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
-    """The virtual stages of chunks with `sizes` layers.  For each layer and direction, one MiB of
-    the copies is uncertain, because shares of bytes are rounded to a MiB.  A method may spare the
-    model's last layers, so a stage near the end copies for certain only if the probe's last chunk
-    holds none of its layers.  `waits`: unlike in a probe, the last chunk's backwards do not
-    directly follow their forwards, so a method may copy this chunk too."""
+    """The virtual stages whose chunks have `sizes` layers, each with the share of its copied bytes
+    that is certain.  One MiB per layer and direction is uncertain, because shares are rounded to a
+    MiB.  A method may leave the model's last layers uncopied, so nothing is certain for an earlier
+    stage with layers of the probe's last chunk.  `waits`: other passes run between the last chunk's
+    forwards and backwards (in a probe none do), so a method may copy this chunk too."""
     lines = [facts.middle] * len(sizes)
     lines[0], lines[-1] = facts.first, facts.last
     copied = [*lines[:-1], facts.middle] if waits else lines

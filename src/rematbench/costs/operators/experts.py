@@ -65,10 +65,10 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
 
 
 def router_bytes(experts: Experts, width: int = FP32) -> int:
-    """Bytes that a router saves per token: indices and probabilities of the active experts
-    (`width` bytes each); with a sigmoid also the probabilities of all experts and their sum; with
-    an auxiliary loss the probabilities that it computes for all experts (and their sum); with
-    groups of experts their masks and choices."""
+    """Bytes that a router saves per token: an index (INDEX bytes) and a probability (`width` bytes)
+    for each active expert.  A sigmoid router adds the probabilities of all experts and their sum.
+    An auxiliary loss adds its own probabilities of all experts, with a sigmoid also their sum.
+    Groups of experts add their masks and choices."""
     count, active = experts.count, experts.active
     sums = width * (experts.router == "sigmoid")
     nbytes = (INDEX + width) * active + sums

@@ -77,8 +77,9 @@ def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
 def rank_macros(
     rank: RankProgram, clock: Clock, code: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """Return a rank's steps as motions, without events for which no macro waits.  `cache`: macros
-    by the compiled blocks that they fuse, shared by the ranks of a program."""
+    """Return a `Motion` for each distinct run of a rank's steps, and the runs in order.  Events for
+    which no macro waits are left out.  `cache`: the macro of each sequence of compiled blocks,
+    shared by the ranks of a program."""
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
     awaited: dict[Event, Times] = {event: {} for macro in macros for event in macro.waits}

@@ -87,7 +87,7 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return int(self.shape[key])
         except (KeyError, ValueError):
             raise KernelError(
-                f"kernels.csv line {self.line}: shape has no whole number {key!r}"
+                f"kernels.csv line {self.line}: {key!r} in shape is missing or not a whole number"
             ) from None
 
     @property

@@ -343,7 +343,7 @@ def _in_range(column: str, cell: str) -> str:
     if value < 0.0 or (value == 0.0 and column in NUMBERS):
         raise ValueError(f"is not a number {'above 0' if column in NUMBERS else 'of at least 0'}")
     if column.endswith("_bytes") and 0.0 < value < FEWEST_BYTES:
-        raise ValueError(f"is not a number of bytes ({value:g} GiB is {value * 2**30:.0f})")
+        raise ValueError(f"is too small for bytes (if it is in GiB, write {value * 2**30:.0f})")
     return cell.replace(",", "")
 
 

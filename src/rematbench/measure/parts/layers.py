@@ -110,9 +110,9 @@ def run_by_turns(
     device: Device,
     limit_s: float,
 ) -> None:
-    """Run the cells of this device by turns within `limit_s` seconds, except cells that their
-    prediction in `output` refuses.  Lines go to the folder of the `part`.  `unsettled`: returns the
-    cells that need another turn."""
+    """Run the cells of this device in turns within `limit_s` seconds.  A cell is skipped if, by its
+    prediction in `output`, it does not fit or needs more host memory than is free.  Each turn is
+    written to the folder of `part`.  `unsettled` returns the cells that need another turn."""
     from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 

@@ -14,8 +14,8 @@ from rematbench.plugins.discover import discover
 
 
 def build(output: Path, values: Mapping[str, str], suite: Path, cells: Path) -> str:
-    """Write the results of a model (`model`) at some lengths (`seq_lens`, tokens).  `cells`: best
-    layouts that a search has found; other cells are searched now."""
+    """Write the results of a model (`model`) at some lengths (`seq_lens`, tokens).  `cells`: a
+    sheet of the best layouts of earlier searches; other cells of the matrix are searched now."""
     lengths = [int(word) for word in values["seq_lens"].split()]
     spec = load_matrix(suite).restricted([values["model"]], lengths)
     lines, began = [], time.process_time()

@@ -1,4 +1,5 @@
-"""The table of worlds: bytes by world, and losslessness, for each method and layout."""
+"""The tables `worlds` (the bytes of each method and problem in each world) and `lossless` (the
+largest differences for each precision)."""
 
 from collections.abc import Sequence
 from pathlib import Path

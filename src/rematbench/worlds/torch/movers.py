@@ -213,7 +213,8 @@ class Movers:
             raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
 
     def to_host(self, action: Action, span: Span) -> None:
-        """Offload a storage into the host pool, or copy the gradients of a host update into it."""
+        """Copy a storage into the host pool, or gradients into the host buffers of an update that
+        runs on the host."""
         if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_host(action, span, self.memory, self.streams)
             return

@@ -270,8 +270,8 @@ def _absent(call: Call) -> NoReturn:
 
 
 class Operator(NamedTuple):
-    """The functions of an operator: its outputs, the gradients of its inputs, and the gradients of
-    its weights, which are added to their sums. KeyError for a pass that the operator lacks."""
+    """The functions of an operator: they compute its outputs, the gradients of its inputs, and the
+    gradients of its weights, which they accumulate.  A pass that it lacks raises KeyError."""
 
     forward: Callable[[Call], Tensors]
     backward: Callable[[Call], Tensors] = _absent

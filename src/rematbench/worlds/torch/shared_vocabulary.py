@@ -210,7 +210,8 @@ class SharedVocabulary:
             self.streams.share("pp_recv", part, reader)
 
     def add_parts(self, action: Action, span: Span) -> None:
-        """Sum the parts of the output's gradient; vectors wait for the pass that reads them."""
+        """Sum the stages' parts of the output's gradient; with a single barrier, first correct each
+        part's softmax.  An action without reads exchanges vectors that a later pass reads."""
         if not action.reads:
             return
         output = self.memory[span.key(action.reads[0])].data
