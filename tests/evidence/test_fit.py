@@ -166,7 +166,7 @@ def test_a_fitted_scalar_past_the_budget_is_an_error() -> None:
     text = shipped_text()
     fact = "sm_count: {value: 132"
     text = text.replace(f"{fact}, source: ", f"{fact}, source: fitted}} #", 1)
-    with pytest.raises(ValueError, match=r"gpus\.hopper has 5 fitted"):
+    with pytest.raises(ValueError, match=r"gpus\.hopper fits more than 4"):
         parse_calibration(text.encode())
 
 

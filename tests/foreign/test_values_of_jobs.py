@@ -184,7 +184,7 @@ def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps(values))
     made, reading = job(tmp_path, "torchrun --nproc_per_node 8 x/run_clm.py args.json")
     assert (made.method, reading.package) == ("keep_all", "Transformers")
-    assert not [line for line in reading.notes if "cap" in line]
+    assert not [line for line in reading.notes if "upper bound" in line]
 
 
 @pytest.mark.parametrize(("base", "more", "capped"), TABLES["caps"])
@@ -193,7 +193,7 @@ def test_a_cap_is_named_where_nothing_packs(
 ) -> None:
     name = "run.sh" if base == "SWIFT" else "job.yaml"
     notes = job(tmp_path, small(base, more), name)[1].notes
-    assert any("is a cap" in note for note in notes) == capped
+    assert any("is an upper bound" in note for note in notes) == capped
 
 
 @pytest.mark.parametrize(("base", "more", "name", "system"), TABLES["context_parallel"])
