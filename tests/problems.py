@@ -1,6 +1,5 @@
 """Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -139,7 +138,7 @@ def stacks(*facts: str) -> list[Any]:
 
 def remade(given: Problem, **parts: Any) -> Problem:
     """The problem with other parts, and nothing remembered of what it was."""
-    return dataclasses.replace(given, **parts, _memo={}, _weights={})
+    return given.remade(**parts)
 
 
 def on(given: Problem, **facts: Any) -> Problem:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from functools import cached_property, lru_cache
 from math import fsum
 from typing import Any, Literal, NamedTuple, Protocol
@@ -163,6 +164,10 @@ class Problem:
         """The attention kernel that runs."""
         fused = self.backend or self.system.attention_on(self.cluster.generation)
         return "unfused" if self.attention == "unfused" else fused
+
+    def remade(self, **parts: Any) -> "Problem":
+        """The problem with other parts, without the evaluations and weights of the old ones."""
+        return replaced(self, **parts, _memo={}, _weights={})
 
     @property
     def chosen(self) -> StackChoice:

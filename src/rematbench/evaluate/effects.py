@@ -1,6 +1,5 @@
 """The facts of a stack that affect a job: other values would change its bytes or seconds."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
@@ -39,7 +38,7 @@ def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
 
     def changes(system: System) -> bool:
         try:
-            other = dataclasses.replace(problem, system=system, _memo={}, _weights={})
+            other = problem.remade(system=system)
             there = replace(plan, states=other.base_plan.states) if usual else plan
             return any(a != b for a, b in zip(here, _numbers(other, there), strict=True))
         except (LayoutError, RateError, PlanError):

@@ -1,7 +1,6 @@
 """Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The plan's method plays no
 part."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -240,7 +239,7 @@ def at_host_rate(problem: Problem, rate: float) -> Problem:
     """The problem where the cores of each GPU update `rate` parameters/s."""
     whole = rate * problem.cluster.gpus_per_node
     cluster = replace(problem.cluster, host_update_parameters_per_s=whole)
-    return dataclasses.replace(problem, cluster=cluster, _memo={}, _weights={})
+    return problem.remade(cluster=cluster)
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:

@@ -440,7 +440,7 @@ def _dropping(problem: Problem, plan: Plan, share: float) -> Verdict:
     """The verdict on a plan whose experts drop a share of their tokens."""
     kept = problem.workload.capacity_factor * (1.0 - share)
     work = replace(problem.workload, capacity_factor=kept)
-    fewer = dataclasses.replace(problem, workload=work, _memo={}, _weights={})
+    fewer = problem.remade(workload=work)
     return _weighed(fewer, plan, SINGLE_EVALUATOR)
 
 

@@ -1,8 +1,6 @@
 """Facts of a stack that have no source, and a network that nobody published: predictions assume
 usual values for them, and name these values."""
 
-import dataclasses
-
 from msgspec.json import encode
 from msgspec.structs import replace
 
@@ -39,7 +37,7 @@ def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
     """The facts that act on the model on one GPU, where no experts exchange tokens."""
     layout = Layout(zero_stage=problem.layout.zero_stage, global_batch=2)
     system = with_facts(problem.system, ep_overlap="none", delayed_wgrad=False)
-    one = dataclasses.replace(problem, layout=layout, system=system, _memo={}, _weights={})
+    one = problem.remade(layout=layout, system=system)
     given = (one.workload, one.cluster, system, layout, one.attention, one.backend)
     key = encode((*given, one.calibration.date, facts))
     if key not in _answers:
@@ -68,7 +66,7 @@ def _unread_network(problem: Problem) -> str:
     if not assumed or gpus <= cluster.domain(gpus):
         return ""
     slower = replace(cluster, nic_bytes_per_s=SLOWER * cluster.nic_bytes_per_s)
-    there = dataclasses.replace(problem, cluster=slower, _memo={}, _weights={})
+    there = problem.remade(cluster=slower)
     try:
         here_s, there_s = (one.cost.evaluate(one.base_plan).step_s for one in (problem, there))
     except PlanError:

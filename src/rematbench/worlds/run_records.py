@@ -2,7 +2,6 @@
 records of ranks that torchrun or srun started, with the error of the rank that failed first.
 """
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def as_executed(problem: Problem) -> Problem:
     system = with_facts(problem.system, **{name: own[name] for name in RUNTIME_FIELDS})
     if system == problem.system:
         return problem
-    return dataclasses.replace(problem, system=system, _memo={}, _weights={})
+    return problem.remade(system=system)
 
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:

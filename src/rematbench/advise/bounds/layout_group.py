@@ -2,7 +2,6 @@
 depend on the plan: messages, the end of a step, states, free bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace as replaced
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import fsum
@@ -79,7 +78,7 @@ class LayoutGroup:
 
     def at(self, layout: Layout) -> Problem:
         """The problem at one of the layouts, without its reserve."""
-        return replaced(self.problem, layout=layout, _memo={}, _weights={})
+        return self.problem.remade(layout=layout)
 
     @cached_property
     def columns(self) -> Columns:

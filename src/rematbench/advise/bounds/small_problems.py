@@ -1,6 +1,5 @@
 """The small problems that probes lower, and the bytes that plans store there."""
 
-from dataclasses import replace as replaced
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
@@ -157,14 +156,11 @@ def shrunk(problem: Problem, sizes: tuple[int, ...]) -> tuple[Problem, Plan]:
     if not placed_alike(problem) or system.zero.prefetch_elements or system.zero.whole_buckets:
         scales = replace(system.scales, communication=NO_COMMUNICATION)
         system = replace(system, scales=scales)
-    small = replaced(
-        problem,
+    small = problem.remade(
         workload=replace(problem.workload, model=model),
         cluster=_same_copies(problem),
         system=system,
         layout=lay,
-        _memo={},
-        _weights={},
     )
     ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))

@@ -1,7 +1,6 @@
 """The smallest changes with which some plan would fit, each checked by simulation."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -57,7 +56,7 @@ def _more_bytes(problem: Problem, result: Result) -> str:
     def larger(steps: int) -> Problem:
         hbm_bytes = cluster.hbm_bytes + steps * STEP_BYTES
         more = replace(cluster, hbm_bytes=hbm_bytes, host_bytes=cluster.host_bytes + host)
-        return replaced(problem, cluster=more, reserve_bytes=0, _memo={}, _weights={})
+        return problem.remade(cluster=more, reserve_bytes=0)
 
     steps = smallest_feasible(lambda n: larger(n).cost.headroom_bytes(plan), most) if most else 0
     if steps is None or not _fits(larger(steps), plan):
@@ -77,7 +76,7 @@ def _states_on_host(problem: Problem, result: Result) -> str:
     homes = {state.kind: state.home for state in state_fates(problem.layout, there)}
     states = (replace(state, home=homes[state.kind]) for state in result.plan.states)
     plan = replace(result.plan, states=tuple(states))
-    hosted = _run(replaced(problem, system=there, _memo={}, _weights={}), plan)
+    hosted = _run(problem.remade(system=there), plan)
     evaluation, verdict = (hosted.evaluation, hosted.verdict) if hosted else (None, None)
     if evaluation is None or verdict is None or not verdict.fits:
         return ""
@@ -122,7 +121,7 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
 
 
 def _at(problem: Problem, layout: Layout) -> Problem:
-    return replaced(problem, layout=layout, reserve_bytes=0, _memo={}, _weights={})
+    return problem.remade(layout=layout, reserve_bytes=0)
 
 
 def _again(problem: Problem, result: Result, registry: Registry) -> Result | None:

@@ -238,7 +238,7 @@ class SearchSpace:
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
             family = self.registry.resolve(item.method, None, problem).family
             job = replace(item.job, words=self._words(choice))
-            there = replaced(problem, cluster=self.cluster, _memo={}, _weights={})
+            there = problem.remade(cluster=self.cluster)
             banded = with_host_rates(replace(item, job=replace(job, problem=there)), family)
             answers.append(
                 replace(
