@@ -25,10 +25,9 @@ MOST = 17
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`point`: a rung of the ladder none < published < published+fc1 < all < full, or `front`: the
-    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes.
-    `all` drops the same tensors as `full`, but runs only the operators that these tensors need.
-    `scope`: rebuild before each consumer, or at the start of the layer's backward (always, for
-    `full`)."""
+    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes. `all`
+    drops the same tensors as `full`, but runs only the operators that these tensors need. `scope`:
+    rebuild before each consumer, or at the start of the layer's backward (always, for `full`)."""
 
     name: ClassVar[str] = "balanced_checkpointing"
     grid: ClassVar[tuple[Settings, ...]] = tuple(

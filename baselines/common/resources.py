@@ -1,6 +1,5 @@
 """The GPU and the memory of a rank: settings before CUDA starts, memory between jobs, and a check
-for jobs too large for this machine.
-"""
+for jobs too large for this machine."""
 
 import gc
 import os
