@@ -220,7 +220,6 @@ class _Reader:
         return {**rest, **sizes, "latent": latent}
 
     def _is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         rule = self.known.sparse
         if rule is None:
             return True
