@@ -32,8 +32,7 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def traced(config: dict[str, Any], setup: Setup) -> Traced:
-    """The trace of a step for a config.json's content; NotRunnable for a config that is not
-    modelled."""
+    """The trace of a step for a config.json's content; NotRunnable if its family is not traced."""
     return Traced(
         config=config,
         setup=setup,
