@@ -175,14 +175,14 @@ def _te() -> None:
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
+    if getattr(extension, "cpu_offload", None) is None:  # offloading sets its flag
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):  # the fp32 router looks it up
         moe_utils.te_general_gemm = None
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = extension.HAVE_TE  # it has stand-ins of the package's classes
+    latent.HAVE_TE = extension.HAVE_TE  # extension has stand-ins for its classes
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # it is looked up even with fp8 off
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()

@@ -43,7 +43,7 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    return msgspec.json.encode(record, order="sorted") + b"\n"  # a .jsonl line is no Record
+    return msgspec.json.encode(record, order="sorted") + b"\n"  # one line of a .jsonl file
 
 
 def main(arguments: list[str]) -> int:

@@ -30,7 +30,7 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
     b.latent_norm("kv_latent_norm", "kv_latent", given.kv_rank, beside=("k_rope",))
     wide = {"k_nope": s.heads * given.nope, b.projected("v"): s.out_width}
     copied = 2 * s.tokens * s.out_width * b.e * b.system.kernels.fused_linears
-    copies = memory_kernel(copied) if copied else ()  # of values, out of the linear's output
+    copies = memory_kernel(copied) if copied else ()  # values, from the linear's output
     b.column("kv_up", "kv_latent_norm_out", wide, copies, width=given.kv_rank)
     _turn(b, given)
     _join(b, b.projected("k"))

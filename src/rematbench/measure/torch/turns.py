@@ -96,7 +96,7 @@ class Turns:
         clock = make_streams(self.device).clock
         stop = clock()
         run.issue_step()
-        state = self.state()  # the device still works
+        state = self.state()  # read while the device still runs the step
         warm_s = stop()
         steps, issued = [], []
         for _ in range(max(1, min(MAX_STEPS, math.ceil(TIMED_S / warm_s)))):
