@@ -118,7 +118,7 @@ def test_latent_attention_is_read_from_a_launch_line(tmp_path: Path) -> None:
     assert (made.model["head_dim"], made.model["num_kv_heads"]) == (192, 4)
     assert not made.model["qk_norm"]
     file.write_text(f"pretrain_gpt.py {shape} {words}", encoding="utf-8")
-    assert any("without norms" in line for line in read_files([file]).refused)
+    assert any("only with --qk-layernorm" in line for line in read_files([file]).refused)
 
 
 def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:

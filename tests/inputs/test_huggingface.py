@@ -150,7 +150,7 @@ def test_attention_in_chunks_counts_pairs_inside_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"num_experts_per_tok": 129}, "129 active experts of 128"),
+        ({"num_experts_per_tok": 129}, "active 129 exceeds count 128"),
         ({"mlp_only_layers": [48]}, None),
     ],
 )

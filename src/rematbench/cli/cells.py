@@ -37,7 +37,7 @@ def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign
 def run_cells(
     suite: SUITE,
     store: STORE,
-    bundle: Annotated[str, Option(metavar="NAME", help="Bundle: METHOD.NODESxGPUS.PART.")],
+    bundle: Annotated[str, Option(metavar="NAME", help="The bundle: METHOD.NODESxGPUS.PART.")],
     output: Annotated[
         Path, Option("-o", "--output", metavar="DONE.json", help="The bundle's manifest.")
     ],

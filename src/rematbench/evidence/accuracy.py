@@ -90,7 +90,7 @@ def load_accuracy() -> Accuracy:
     for group in found.groups:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
-                raise ConfigError(label, f"{group.name}: {name}", "missed without a reason")
+                raise ConfigError(label, f"{group.name}: {name}", "a missed target needs a reason")
     return found
 
 

@@ -132,7 +132,7 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         model = load_model(str(values["model"]))
         layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
     if values.get("shared_overlap") and shared:
-        text = "a shared expert beside the dispatch is not modelled"
+        text = "a shared expert that runs during the dispatch is not modelled"
         reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
     if not layers:
         keys = ", ".join(reading.keys[name] for name in sorted(present))

@@ -210,7 +210,7 @@ def _unread(script: Script) -> str:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
     line = "--num-layers and --seq-length, or --model_name_or_path"
-    return f"no launch line with {line} (read: {READ})"
+    return f"no launch line with {line} (supported: {READ})"
 
 
 def _configured(script: Script) -> Reading | None:

@@ -69,7 +69,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     if packed and is_off(_mapping(data, "model_quantization_config_kwargs").get("dequantize")):
         reading.refused.append(f"model_quantization_config: {packed} (weights stay quantised)")
     if not is_off(data.get("torch_empty_cache_steps")):
-        reading.notes.append("torch_empty_cache_steps: the time of emptying is not counted")
+        reading.notes.append("torch_empty_cache_steps: the time to empty the cache is not counted")
     _packing(reading, data)
     if reading.package == "Transformers" and "precision" not in reading.values:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
