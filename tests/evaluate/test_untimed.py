@@ -23,9 +23,11 @@ from tests.problems import all_methods, stacks
 from tests.tables import tables
 from tests.typed import typed
 
+TABLES = tables(__file__)
+
 GIB = 2**30
 GENERATIONS = ("volta", "turing", "ada", "cdna3", "rdna3", "xe-hpc", "ampere", "blackwell")
-OWN = tables(__file__)["own"]
+OWN = TABLES["own"]
 """Files of GPUs whose kernels have no rates, with the numbers of their data sheets."""
 SMALL = ("--model", "llama-7b", "--gpus", "1", "--seq-len", "512", "--global-batch", "1")
 
@@ -53,14 +55,7 @@ def simulated(method: str = "keep_all", **given: Any) -> Result:
     return with_band(told_fragmented(found))
 
 
-@pytest.mark.parametrize(
-    ("name", "generation", "verdict"),
-    [
-        ("v100", "volta", "OUT OF MEMORY: device memory of pipeline rank 0: 20."),
-        ("rtx4090", "ada", "OUT OF MEMORY: device memory of pipeline rank 0: 27."),
-        ("mi300x", "cdna3", "FITS: 140."),
-    ],
-)
+@pytest.mark.parametrize(("name", "generation", "verdict"), TABLES["without_rates"])
 def test_a_gpu_without_rates_has_a_verdict(
     name: str, generation: str, verdict: str, tmp_path: Path
 ) -> None:

@@ -172,21 +172,15 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     if launched and rank is not None:
         record = package.run_as_rank(made.problem, made.method, rank, out, **asked)
         if record is not None:
-            _finish_rank(record, rank, made.problem)
+            if rank == 0:
+                show(record, made.problem)
+            elif record.status in ("failed", "oom"):
+                typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
+            if record.status != "ok":
+                raise typer.Exit(1)
     else:
         record = package.run(made.problem, made.method, "executed", **asked)
         finish_baseline(record, out, problem=made.problem)
-
-
-def _finish_rank(record: Record, rank: int, problem: Problem) -> None:
-    """Report the record in a process that a launcher started: rank 0 prints it, other ranks print
-    only their own failure."""
-    if rank == 0:
-        show(record, problem)
-    elif record.status in ("failed", "oom"):
-        typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
-    if record.status != "ok":
-        raise typer.Exit(1)
 
 
 def finish_baseline(

@@ -92,7 +92,9 @@ def _model(path: Path) -> Model:
         parts = {key: part for key, part in parts.items() if "value" not in part}
         values, sources = flatten({k: v for k, v in data.items() if k not in parts}, label)
         values |= parts
-        values["source"] = _joined_source(data.get("source", ""), sources)
+        everywhere = data.get("source", "")
+        own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
+        values["source"] = "; ".join([everywhere.strip(), *own] if everywhere else own)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)
     check_model(model, label)
@@ -365,12 +367,6 @@ def _label(path: Path) -> str:
     """A file's name in errors: config/... for shipped files, else its path."""
     config = data_dir("config")
     return f"config/{path.relative_to(config)}" if path.is_relative_to(config) else str(path)
-
-
-def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
-    """The source of a Model as one text: that of the file, then those of single keys."""
-    own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
-    return "; ".join([everywhere.strip(), *own] if everywhere else own)
 
 
 def _windows(values: dict[str, Any], label: str) -> list[int]:
