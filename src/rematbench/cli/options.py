@@ -297,7 +297,6 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
 
 
 def _words(options: RunOptions) -> Iterator[str]:
-    """The options of a run that are not facts of a Job, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:

@@ -127,7 +127,7 @@ def _cells(out: Console, job: SearchJob, row: dict[str, Any], result: Result) ->
 def proof_lines(
     job: SearchJob, at: Progress, results: list[Result], *, ended: bool
 ) -> Iterator[str]:
-    """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
+    """The proved gap, or why nothing fits. `ended`: False after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
         yield "no bound covers these stages, so methods are tried on all layers and on listed ones"

@@ -56,8 +56,8 @@ POOLED = ("all, each source weighs 1", "all, each row weighs 1")
 
 
 class Pool(Struct, frozen=True):
-    """Neighbouring kinds of evidence that share one width; `most`: the largest number of properties
-    outside among these kinds."""
+    """Neighbouring kinds of evidence that share one half-width. `most`: the largest number of
+    properties in which jobs of these kinds lie outside the published range."""
 
     most: int
     errors: Errors

@@ -43,7 +43,8 @@ class HostKind(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """Seconds of all forwards and of all backwards of a step, and of the step."""
+    """The seconds that a step spends in all of its forwards and in all of its backwards, and the
+    seconds of the step."""
 
     forward_s: float
     backward_s: float

@@ -195,8 +195,8 @@ class GroupBounds(LayoutGroup):
         return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
-        """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
-        layouts]; one column if all layouts have equal shares."""
+        """The shares of the longest and of the shortest chunk at each step of a candidate's share,
+        [steps, layouts]; one column if all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
         scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":
@@ -308,8 +308,8 @@ class GroupBounds(LayoutGroup):
         return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
-        share, layouts]; or why the candidate has no plan."""
+        """Return the bounds of all layouts for a candidate at a step of its pieces, as arrays
+        [steps of its share, layouts]; or why the candidate has no plan."""
         key = (candidate, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(candidate, pieces)

@@ -57,7 +57,7 @@ class ChunkCost(NamedTuple):
     that run during other passes of the rank (of the whole chunk, or of its last layer).
     `out_bytes`, `back_bytes`: bytes of all copies of activations to the host and back.
     `trailing_bytes`: bytes of a forward's last copy, which continues during the next pass.
-    `inside_bytes`: bytes of a backward's own copies back.  `boundary_bytes`: device bytes that
+    `inside_bytes`: bytes that a backward copies back.  `boundary_bytes`: device bytes that
     messages hold between forward and backward.  `host_bytes`: bytes in host memory.  `pool_bytes`:
     bytes of the rank's staging pools.  `crossing_bytes`, `recrossing_bytes`: bytes that a GPU sends
     to other nodes in collectives of the forward and of the backward, if the chunk copies."""

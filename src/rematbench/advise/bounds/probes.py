@@ -80,9 +80,9 @@ ProbePrograms = dict[bytes, Plans]
 
 
 class Small(NamedTuple):
-    """A small problem for probes: the problem, the plan that methods start from, the seconds of
-    actions by the traffic during copies, cached results of plans, and chunk costs with seconds by
-    plan, rank and traffic."""
+    """A small problem for probes: the problem, the plan that methods start from, the costs of
+    actions under each traffic on the links of copies, cached results of plans, and the costs of
+    chunks with seconds, by plan, rank and traffic."""
 
     problem: Problem
     base: Plan
@@ -356,7 +356,6 @@ class Prober:
         return self.smalls[sizes]
 
     def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
-        """A method's plan with `sizes` layers on the ranks."""
         key = (method.text, sizes)
         if key not in self.plans:
             self.plans[key] = self._plan(method, sizes)
