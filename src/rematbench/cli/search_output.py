@@ -149,8 +149,8 @@ def proof_lines(
 
 
 def notes(job: SearchJob, at: Progress, results: list[Result], *, solved: bool) -> Iterator[str]:
-    """Notes on the table and on what excluded the other plans, the most important first.
-    `solved`: planners are solved."""
+    """Notes on the table and on what excluded the other plans, the most important first. `solved`:
+    whether the planners have been solved."""
     if any(item.tied for item in results):
         near, far = (percent(ratio_band(one_layout=item)) for item in (True, False))
         yield (

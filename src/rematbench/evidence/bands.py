@@ -251,7 +251,7 @@ def kind_coverage(errors: Errors) -> list[Coverage]:
 
 
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each of weight 1; `errors`: the errors behind `coverages`."""
+    """The coverage over all sources, each of weight 1; `errors`: the errors of each source."""
     return Coverage(
         source=POOLED[0],
         rows=sum(map(len, errors.values())),

@@ -47,7 +47,7 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def minimum(self, cost: "PassCost") -> "PassCost":
-        """The minimum of both passes in every number."""
+        """The smaller of two passes' numbers, for each number."""
         return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
@@ -424,7 +424,7 @@ class Probe:
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
-        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
+        any schedule. (0,) if copies may reach the head, because a method may copy the last chunk
         under some schedules only."""
         return self._end_bytes()
 

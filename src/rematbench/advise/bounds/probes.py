@@ -161,7 +161,7 @@ class Measured:
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
-        pass; empty if copies may reach the head."""
+        pass; (0,) if copies may reach the head or passes may keep different bytes."""
         selects = [rule.select for rule in self.plan.rules]
         reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
         if any(parts is None or "head" in parts for parts in reach):

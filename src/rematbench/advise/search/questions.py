@@ -155,7 +155,7 @@ BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
 
 
 def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for the bits of frozen weights, until a plan fits."""
+    """Yield (bits of frozen weights, result of the search with them), until a plan fits."""
     for name, bits in BASES.items():
         there = replace(request, spec=request.spec.changed(base_dtype=name))
         result = reached(there, inf, run)

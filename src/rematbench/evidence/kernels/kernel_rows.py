@@ -295,7 +295,7 @@ class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows behind operators.yaml."""
+    """The measured rows from which operators.yaml is made, by operator."""
 
     unfused_attention: Match
     norm: dict[str, ByteRows]
