@@ -130,7 +130,7 @@ def proof_lines(
     """The proved gap, or why nothing fits. `ended`: False after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
-        yield "no bound covers these stages, so methods are tried on all layers and on listed ones"
+        yield "no bound covers these stages; methods are tried on all layers and on lists of layers"
         return
     if results:
         yield (

@@ -213,7 +213,7 @@ def merge(reading: Reading, more: Reading) -> None:
             problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"
             if not wins:
                 raise ConfigError(more.file, there, problem)
-            reading.notes.append(f"{more.file}: {there}: {problem}, which is taken")
+            reading.notes.append(f"{more.file}: {there}: {problem}, which is used")
         if wins:
             continue
         reading.put(name, value, more.keys.get(name, name))
@@ -264,7 +264,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     if not isinstance(section, Mapping):
         path = named_file(reading.file, section)
         if not path.is_file():
-            reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
+            reading.refused.append(f"fsdp_config: {section} was not found")
         section = read_mapping(path, str(path)) if path.is_file() else {}
     read_keys(reading, section, "trainers", "fsdp_config", "fsdp_config.")
     section = {**flat, **section}

@@ -148,7 +148,7 @@ def _query_problem(query: Query) -> str:
     if query.form != "value" and not (query.to_methods or query.to):
         return f"form {query.form} needs `to` or `to_methods`"
     if query.to and len(query.to) not in (1, len(query.of)):
-        return f"`to` has {len(query.to)} workloads for {len(query.of)}"
+        return f"`to` has {len(query.to)} workloads, but `of` has {len(query.of)}"
     if query.reduce == "only" and (len(query.of) > 1 or query.same_layout):
         return "several workloads or layouts need `reduce`"
     return ""
