@@ -204,7 +204,7 @@ def _with_options(
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """An option; `default` is empty (of dataclasses or of inspect) where there is none."""
+    """An option as a parameter; `default` may be the empty mark of dataclasses or of inspect."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 

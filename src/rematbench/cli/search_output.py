@@ -97,7 +97,7 @@ def where(result: Result) -> str:
 
 
 def _chosen(result: Result) -> list[str]:
-    """Words on what a run chooses beside its degrees: the optimizer's states on the host, the
+    """What a run chooses besides its degrees, in words: the optimizer's states on the host, the
     dispatcher, the CUDA graphs and the overlap of experts' exchanges."""
     chosen = result.problem.stack_choice
     words = ["optimizer on host"] if result.base.state("optimizer").home == "host" else []

@@ -92,7 +92,7 @@ class Bands(Struct, frozen=True):
         return Band(half_width=half_width, outside=outside, sources=sources)
 
     def _like(self, job: JobProperties, outside: dict[str, str]) -> tuple[float, int]:
-        """The half-width of jobs with these properties outside, and the number of its sources."""
+        """The half-width for these properties outside, and the number of its sources."""
         if job.experts and self.experts:
             return quantile(self.experts), len(self.experts)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])

@@ -58,7 +58,7 @@ class Phases(NamedTuple):
 
 @cache
 def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
-    """The rows of named nodes, each with its case."""
+    """The rows of HOSTED whose node has a cluster file, each with its case."""
     registry = discover()
     return tuple((row, read_case(row, registry)) for row in committed(HOSTED) if row["cluster"])
 

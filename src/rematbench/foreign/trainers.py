@@ -314,7 +314,7 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
-    """Read the options of accelerate about DeepSpeed."""
+    """Read accelerate's options for DeepSpeed."""
     read_keys(reading, section, "accelerate", "deepspeed_config", "deepspeed_config.")
     if section.get("deepspeed_config_file"):
         reading.files.append(Path(str(section["deepspeed_config_file"])))

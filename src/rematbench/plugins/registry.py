@@ -159,7 +159,7 @@ class Composition(Struct, frozen=True):
 
 
 def changed_settings(method: Method) -> dict[str, str]:
-    """The non-default settings of a method, as words of a method's text."""
+    """The non-default settings of a method, as they are written in a method's text."""
     kind = type(method)
     assert issubclass(kind, Struct)
     values, defaults = (

@@ -352,9 +352,9 @@ class GroupBounds(LayoutGroup):
     def _waiting(
         self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
     ) -> Waiting:
-        """The model's last chunk if its backward does not follow its forward at once.  In probes it
-        does, so they copy nothing of this chunk.  `one`: the probe at the end of the candidate's
-        share; `ends`: facts at both ends of the share, `lean`: along it."""
+        """The bytes of the model's last chunk if its backward does not follow its forward at once.
+        In probes it does, so they copy nothing of this chunk. `one`: the probe at the end of the
+        candidate's share; `ends`: facts at both ends of the share, `lean`: along it."""
         ending = self.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)

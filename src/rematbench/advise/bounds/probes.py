@@ -209,7 +209,6 @@ class Prober:
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's Probe."""
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
     def floor(self, method: Composition) -> Facts | Refused:

@@ -170,7 +170,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
 
 
 def _dense_between_experts(work: Workload) -> str:
-    """The reason why a model cannot be searched; empty if it can."""
+    """Why a model with dense layers between experts is not searched; empty for other models."""
     model = work.model
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""

@@ -163,7 +163,7 @@ class Published(Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """The word before every number: `up to`, or the sign of a bound."""
+        """The text before every number of the claim: `up to`, or the sign of a bound."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
     def part_number(self, part: Part, conditions: str = "") -> float | None:
