@@ -183,7 +183,7 @@ def _with_options(
     further: Iterable[inspect.Parameter],
     gathered: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """The command with further options, which it receives `gathered` as its first argument."""
+    """The command with further options. Its first argument is `gathered` of their values."""
     options = list(further)
 
     @wraps(command)

@@ -252,7 +252,7 @@ def _best(
     layout: str | None,
     metric: str,
 ) -> StudyAnswer | None:
-    """The best fitting answer; where none fits, the best answer that has the metric."""
+    """The best answer whose plan fits; if none fits, the best answer that has the metric."""
     named = [
         a
         for a in answers
