@@ -332,9 +332,12 @@ def _system(
         facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
-    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
-    if moves and "activation_offload" not in shipped["features"]:
-        changed["features"] = [*shipped["features"], "activation_offload"]
+    used = {
+        "activation_offload": (reading.method or ("", {}))[1].get("inputs") == "host",
+        "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
+    }
+    if more := [name for name in used if used[name] and name not in shipped["features"]]:
+        changed["features"] = [*shipped["features"], *more]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"
