@@ -76,6 +76,9 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
     describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
+    for named in reading.files if "zero_stage" not in values else ():
+        text = f"give it as a further FILE after {reading.file}, or --zero"
+        reading.refused.append(f"{named} is not here, and may say how states are sharded: {text}")
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
