@@ -76,6 +76,9 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
     describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
+    for named in reading.files if "zero_stage" not in values else ():
+        text = f"give it as a further FILE after {reading.file}, or --zero"
+        reading.refused.append(f"{named} is not here, and may say how states are sharded: {text}")
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
@@ -328,9 +331,12 @@ def _system(
         facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
-    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
-    if moves and "activation_offload" not in shipped["features"]:
-        changed["features"] = [*shipped["features"], "activation_offload"]
+    used = {
+        "activation_offload": (reading.method or ("", {}))[1].get("inputs") == "host",
+        "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
+    }
+    if more := [name for name in used if used[name] and name not in shipped["features"]]:
+        changed["features"] = [*shipped["features"], *more]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"

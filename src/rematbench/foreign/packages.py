@@ -91,8 +91,7 @@ def _by_name(whole: Reading, named: Path) -> None:
     (`zero3`, `ds_z2_offload.json`, as in ms-swift and LLaMA-Factory; config/foreign/axolotl.yaml
     has what the names of axolotl's files do not say)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
-    if stage is None or "partial" in named.name:
-        whole.notes.append(f"{named} is not here: give it as a further FILE after {whole.file}")
+    if stage is None or "partial" in named.name:  # `file_job` refuses what nothing says
         return
     whole.put("zero_stage", int(stage[1]), str(named))
     if whole.package == "axolotl":

@@ -14,9 +14,11 @@ split the rows of A and also gather the product with B. They always split the co
 Deviations: ranks sum products with A instead of gathering them, and gather a norm's output twice,
 for the linear and for the adapter. Norms that PEFT made fp32 have fp32 outputs, and a linear of
 bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
-attention casts its inputs to 16 bits. Deviations: the first layer's input has a gradient only if
-recomputation is reentrant (enable_input_require_grads); if layers save their input, the first layer
-does too, and the head keeps the input of its linear, so that plans can compute from them again.
+attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
+the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and
+original_module). Deviations: the first layer's input has a gradient only if recomputation is
+reentrant (enable_input_require_grads); if layers save their input, the first layer does too, and
+the head keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -168,7 +170,8 @@ class _Trainer:
         """The changed fields of an operator: the size of its weights and how many of them train."""
         own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
         if whole:
-            return {"parameters": self._wide(op.parameters), "trained": op.parameters}
+            copied = op.parameters if self.work.lora_rank else 0
+            return {"parameters": self._wide(op.parameters) + copied, "trained": op.parameters}
         if packed is None or not op.is_matrix or self.part != "layer" or op.replicated:
             return {"trained": 0}
         gemms = [one for one in op.forward if isinstance(one, Gemm)]
