@@ -86,6 +86,24 @@ def drawn(
     return found
 
 
+def test_one_bound_holds_for_every_exchange_and_place_of_states() -> None:
+    """Of groups that are alike, whose layouts are among those of the plain group."""
+    spec = Job(
+        model="qwen3-30b-a3b", cluster="h100-80gb", system="megatron-core-2026", gpus=16,
+        seq_len=4096, global_batch=64,
+    )  # fmt: skip
+    seen = 0
+    for each in SearchJob(SearchRequest(spec=spec)).search().alike[::40]:
+        plain, *others = (make() for make in each.makers)
+        layouts = {choice.layout for choice in plain.choices}
+        for group in others:
+            assert layouts >= {choice.layout for choice in group.choices}
+            for one, own_s in ((False, group.kernels_s), (True, group.passes_s)):
+                assert 0.0 < plain.alike_s(any_order=one) <= own_s.min() * ROUNDING
+            seen += 1
+    assert seen > 10
+
+
 def _candidates(made: SearchJob) -> list[Candidate]:
     known = [*made.variants, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)

@@ -40,8 +40,8 @@ from tests.everything import (
 def groups() -> Iterator[tuple[GroupBounds, Search]]:
     made = SearchJob(asked(seq_len=16384))
     search = made.search()
-    for bounds in search.groups:
-        yield bounds, search
+    for each in search.alike:
+        yield from ((make(), search) for make in each.makers)
 
 
 def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:

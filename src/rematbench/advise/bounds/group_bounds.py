@@ -1,6 +1,6 @@
 """Lower bounds of seconds and bytes for the layouts of a group, under any candidate of a search."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from math import inf
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from rematbench.advise.bounds.closed_bounds import (
     step_bound,
 )
 from rematbench.advise.bounds.columns import AS_PROBED, Array, Bounds, Short
-from rematbench.advise.bounds.layout_group import LayoutGroup
+from rematbench.advise.bounds.layout_group import EXCHANGING, LayoutGroup, layer_cost
 from rematbench.advise.bounds.lines import (
     Facts,
     Line,
@@ -215,17 +215,23 @@ class GroupBounds(LayoutGroup):
     def kernels_s(self) -> Array:
         """A first lower bound, in seconds, for the candidate that keeps everything, from operator
         tables."""
-        return self._kernels_s(any_order=False)
+        return self._kernels_s()
 
     @cached_property
     def passes_s(self) -> Array:
         """The bound `kernels_s` for any order of a rank's passes."""
         return self._kernels_s(any_order=True)
 
-    def _kernels_s(self, *, any_order: bool) -> Array:
-        layer = min(
-            self.layers_s, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s
-        )
+    def alike_s(self, *, any_order: bool) -> float:
+        """Lower bound, in seconds, of these layouts with any exchange between experts and any place
+        of optimizer states."""
+        return float(self._kernels_s(any_order=any_order, without=EXCHANGING).min())
+
+    def _kernels_s(
+        self, *, any_order: bool = False, without: Collection[str] = frozenset()
+    ) -> Array:
+        kinds = [layer_cost(self.problem, table, without) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
         facts = Facts(line, line, line)
         sent_s = 0 * self.send_s

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from math import inf, nextafter
 from operator import itemgetter
@@ -22,9 +22,10 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
-    "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
+    "alike", "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  group: read the facts of a group; layout: judge the
+"""The next work on an entry of the queue.  alike: make and bound groups whose bounds follow from
+one; group: read the facts of a group; layout: judge the
 roots of the family at a layout; grow: bound the expansion of a candidate with a share, which may
 fit at a smaller share with one more method; expand: add methods to a candidate that does not fit;
 compose: bound a candidate with an added method; pieces: bound a candidate in more pieces; tighten:
@@ -38,6 +39,9 @@ class BoundedGroup(Protocol):
 
     choices: Sequence[LayoutChoice]
     problem: Problem
+
+    def alike_s(self, *, any_order: bool) -> float:
+        """Lower bound of all groups that are `Alike`."""
 
     @property
     def kernels_s(self) -> Array:
@@ -86,6 +90,15 @@ class BoundedGroup(Protocol):
 
     def trials_at(self, index: int) -> LayoutTrials:
         """The trials of a layout, with the results of all searches so far."""
+
+
+class Alike(NamedTuple):
+    """Groups of layouts that differ only in the exchange between experts and in the place of
+    optimizer states, the plain group first.  `longest`: numbers of layouts by the layers of their
+    longest chunk; `makers`: each makes a group."""
+
+    longest: Counter[int]
+    makers: Sequence[Callable[[], BoundedGroup]]
 
 
 class OpenLayout(Struct):
@@ -149,7 +162,8 @@ class OpenLayout(Struct):
 
 class QueueEntry(Struct, frozen=True):
     """An entry of the queue: the next work, and a candidate at a step of its share and of its
-    pieces.  `group`: the layout group, if the entry is not for a single layout."""
+    pieces.  `group`: the layout group, if the entry is not for a single layout; `alike`: the groups
+    of an entry that no group is made for yet."""
 
     stage: Stage
     layout: OpenLayout | None
@@ -157,6 +171,7 @@ class QueueEntry(Struct, frozen=True):
     candidate: Candidate
     step: int = 1
     pieces: int = 1
+    alike: Alike | None = None
 
 
 class Unprobed(NamedTuple):
@@ -337,7 +352,8 @@ class SearchQueue:
 def _count(slower: Counter[str], entry: QueueEntry) -> None:
     """Count the layouts or plans of an entry of the queue by what makes them slow."""
     if entry.layout is None or entry.stage == "layout":
-        held = int((entry.group.states_over_bytes <= 0).sum()) if entry.group else 1
+        held = entry.alike.longest.total() if entry.alike else 1
+        held = int((entry.group.states_over_bytes <= 0).sum()) if entry.group else held
         slower["layouts slower than the best even if nothing is recomputed or offloaded"] += held
     else:
         slower["slower than the best: kernels, messages and copies"] += 1
