@@ -300,7 +300,7 @@ class Rebuilder:
         fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
         return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
-    def window(self, consumer: Unit, op: str, direction: str) -> None:
+    def window(self, consumer: Unit, op: str) -> None:
         """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`
         layers before their use."""
         if not self.windows:
@@ -314,7 +314,7 @@ class Rebuilder:
                 name
                 for name, _, site in self.chunk.saved(unit)
                 if (w := self.fates[site].window) is not None
-                and (w.op, w.direction) == (op, direction)
+                and (w.op, w.direction) == (op, "backward")
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
                 and maker.storages(unit)[name] not in maker.on_device
