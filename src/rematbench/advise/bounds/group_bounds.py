@@ -1,6 +1,6 @@
 """Lower bounds of seconds and bytes for the layouts of a group, under any candidate of a search."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import inf
 from typing import Any, TypeVar
@@ -211,25 +211,11 @@ class GroupBounds(LayoutGroup):
         share."""
         return _both_ends(candidate, partial(self.probe, pieces=pieces))
 
-    @cached_property
-    def kernels_s(self) -> Array:
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array:
         """A first lower bound, in seconds, for the candidate that keeps everything, from operator
-        tables."""
-        return self._kernels_s()
-
-    @cached_property
-    def passes_s(self) -> Array:
-        """The bound `kernels_s` for any order of a rank's passes."""
-        return self._kernels_s(any_order=True)
-
-    def alike_s(self, *, any_order: bool) -> float:
-        """Lower bound, in seconds, of these layouts with any exchange between experts and any place
-        of optimizer states."""
-        return float(self._kernels_s(any_order=any_order, without=EXCHANGING).min())
-
-    def _kernels_s(
-        self, *, any_order: bool = False, without: Collection[str] = frozenset()
-    ) -> Array:
+        tables.  `any_order`: for any order of a rank's passes; `alike`: for any exchange between
+        experts and any place of optimizer states, too."""
+        without = EXCHANGING if alike else frozenset[str]()
         kinds = [layer_cost(self.problem, table, without) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)

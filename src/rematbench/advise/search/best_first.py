@@ -303,13 +303,14 @@ class Search:
         self.excluded = self.memory.excluded
         self.work = 0
         self._states_short_bytes = inf
+        self._any_order = len(family.firsts) > 1
         for each in alike:
             entry = QueueEntry("alike", None, None, KEEP, alike=each)
             if len(each.makers) == 1 or self.queue.lean:
                 self._make(0.0, entry)
             else:
-                least_s = each.makers[0]().alike_s(any_order=bool(family.firsts[1:]))
-                self.queue.push(least_s, entry)
+                kernels_s = each.makers[0]().kernels_s(any_order=self._any_order, alike=True)
+                self.queue.push(float(kernels_s.min()), entry)
 
     @cached_property
     def plans(self) -> int:
@@ -328,8 +329,8 @@ class Search:
             held = over <= 0
             self.excluded.counts[STATES] += int((~held).sum())
             if held.any():
-                kernels_s = group.passes_s if self.family.firsts[1:] else group.kernels_s
-                least_s = max(bound_s, float(kernels_s[held].min()))
+                kernels_s = group.kernels_s(any_order=self._any_order)[held]
+                least_s = max(bound_s, float(kernels_s.min()))
                 self.queue.push(least_s, QueueEntry("group", None, group, KEEP))
             else:
                 self._states_short_bytes = min(self._states_short_bytes, float(over.min()))

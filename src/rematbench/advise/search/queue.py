@@ -35,61 +35,28 @@ RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 
 
 class BoundedGroup(Protocol):
-    """What a search needs of a layout group (`GroupBounds`); arrays have an entry per layout."""
+    """What a search needs of a layout group, as `GroupBounds` documents it."""
 
     choices: Sequence[LayoutChoice]
     problem: Problem
 
-    def alike_s(self, *, any_order: bool) -> float:
-        """Lower bound of all groups that are `Alike`."""
-
     @property
-    def kernels_s(self) -> Array:
-        """A first lower bound of the step in seconds, from kernels only."""
-
+    def states_over_bytes(self) -> Array: ...
     @property
-    def passes_s(self) -> Array:
-        """The same bound for any order of a rank's passes."""
-
+    def usable_bytes(self) -> NDArray[np.int64]: ...
     @property
-    def states_over_bytes(self) -> Array:
-        """Bytes by which the states exceed what a device may hold."""
-
+    def lean_shares(self) -> Array: ...
     @property
-    def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that a plan may reserve."""
-
-    @property
-    def lean_shares(self) -> Array:
-        """Estimates of the share of a device that the leanest plan fills."""
-
-    @property
-    def probed_layers(self) -> int:
-        """The number of layers that probes have lowered so far."""
-
-    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """The bounds under a candidate at a step of its pieces."""
-
-    def short(self, candidate: Candidate) -> Short | None:
-        """The bytes that a candidate lacks; None if it has no plan or tighter bounds."""
-
-    def least_bytes(self, pieces: Candidate | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs."""
-
-    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array:
-        """Least device bytes at step `more` of a candidate's pieces."""
-
-    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
-        """Lower bound, in seconds, of the step of a layout, from its whole schedule."""
-
-    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused:
-        """A candidate's Probe."""
-
-    def steps(self, candidate: Candidate) -> int:
-        """The number of steps of a candidate's share."""
-
-    def trials_at(self, index: int) -> LayoutTrials:
-        """The trials of a layout, with the results of all searches so far."""
+    def probed_layers(self) -> int: ...
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array: ...
+    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused: ...
+    def short(self, candidate: Candidate) -> Short | None: ...
+    def least_bytes(self, pieces: Candidate | None) -> Array: ...
+    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array: ...
+    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float: ...
+    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused: ...
+    def steps(self, candidate: Candidate) -> int: ...
+    def trials_at(self, index: int) -> LayoutTrials: ...
 
 
 class Alike(NamedTuple):
