@@ -35,7 +35,7 @@ RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 
 
 class BoundedGroup(Protocol):
-    """What a search needs of a layout group, as `GroupBounds` documents it."""
+    """The numbers of a layout group that a search reads, which `GroupBounds` documents."""
 
     choices: Sequence[LayoutChoice]
     problem: Problem
