@@ -144,6 +144,7 @@ def ran(baseline: str) -> dict[str, list[Record]]:
         {"offload_modules": ("qkv_linear", "core_attn")},
         {"recompute": "selective", "modules": ("layernorm", "mlp")},
         {"recompute": "full", "method": "block", "num_layers": 3},
+        {"recompute": "full", "distribute_saved_activations": True},
         {},
     ],
 )
@@ -168,6 +169,13 @@ def test_the_activation_is_fused_unless_an_argument_says_no(
     text = MegatronCore(bias_activation_fusion=fused).flags(asked_problem(asked))
     assert ("--no-bias" in text) == bool(word)
     assert word in text
+
+
+def test_shared_inputs_have_their_argument() -> None:
+    asked = Asked("tp2-no-sp")
+    _, answer = answered("full_recompute", {"inputs": "shared"}, "megatron_core", asked)
+    assert answer.missing == ()
+    assert answer.flags.endswith("--distribute-saved-activations")
 
 
 @pytest.mark.full

@@ -28,6 +28,26 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_layers_that_run_again_beside_exchanges_take_the_stack_that_can(
+    tmp_path: Path, whole: bool
+) -> None:
+    more = "--recompute-granularity full " * whole + "--overlap-moe-expert-parallel-comm"
+    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 --num-experts 4 {more}")
+    stack = yaml.safe_load(made.files["run-stack.yaml"])["base"]
+    assert stack == ("megatron-core-dev" if whole else "megatron-core-0.16")
+    assert any("megatron-core-dev" in line for line in reading.notes) == whole
+
+
+@pytest.mark.parametrize(("options", "settings", "refused"), TABLES["shared_inputs"])
+def test_shared_inputs_are_read(
+    tmp_path: Path, options: str, settings: list[str], refused: str
+) -> None:
+    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 {options}")
+    assert [*made.settings] == settings
+    assert [refused in line for line in reading.refused] == [True] * bool(refused)
+
+
 @pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
 def test_weights_have_the_type_that_the_job_gives(
     tmp_path: Path, base: str, more: Any, wide: Any
