@@ -307,7 +307,8 @@ class Rebuilder:
     def scopes(self, unit: Unit) -> None:
         """Rebuild the tensors of layer or group scope that are due before this unit's backward."""
         due = [unit]
-        for group in self._groups(unit):
+        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
+        for group in {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}:
             due = [
                 self.chunk.layer_unit[i]
                 for i, layer in enumerate(self.chunk.layers)
@@ -317,10 +318,6 @@ class Rebuilder:
             if member.prefix != unit.prefix:
                 self.arrive(member)
             self._rebuild_unit(member, last=member.prefix == unit.prefix)
-
-    def _groups(self, unit: Unit) -> set[Group]:
-        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
-        return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
         """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`
