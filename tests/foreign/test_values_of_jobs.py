@@ -28,23 +28,14 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_layers_that_run_again_beside_exchanges_take_the_stack_that_can(
-    tmp_path: Path, whole: bool
-) -> None:
-    more = "--recompute-granularity full " * whole + "--overlap-moe-expert-parallel-comm"
-    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 --num-experts 4 {more}")
-    stack = yaml.safe_load(made.files["run-stack.yaml"])["base"]
-    assert stack == ("megatron-core-dev" if whole else "megatron-core-0.16")
-    assert any("megatron-core-dev" in line for line in reading.notes) == whole
-
-
-@pytest.mark.parametrize(("options", "settings", "refused"), TABLES["shared_inputs"])
-def test_shared_inputs_are_read(
-    tmp_path: Path, options: str, settings: list[str], refused: str
+@pytest.mark.parametrize(("options", "settings", "base", "refused"), TABLES["recomputed"])
+def test_full_recomputation_of_megatron_is_read(
+    tmp_path: Path, options: str, settings: list[str], base: str, refused: str
 ) -> None:
     made, reading = job(tmp_path, f"x.py {SIZES} --bf16 {options}")
     assert [*made.settings] == settings
+    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
+    assert stack.get("base", made.options["system"]) == base
     assert [refused in line for line in reading.refused] == [True] * bool(refused)
 
 
