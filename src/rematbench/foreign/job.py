@@ -34,6 +34,7 @@ COMPILED = {"compiled": True, "fused_swiglu": True}
 COMPILED_LOSS: dict[str, Any] = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
 COMPILED_LOSS |= {"held_logit_bytes": 2, "expandable_segments": True}
 ROTATING: dict[str, dict[str, Any]] = {
+    "huggingface-fsdp2": {},
     "torchtitan": {},
     "torchtitan-compiled": COMPILED,
     "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
@@ -76,6 +77,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
     describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
+    unread = reading.files and "zero_stage" not in values  # a file that is not here has the stage
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
@@ -90,6 +92,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
     options |= _rest(values)
     missing = tuple(key for key in LEADING if key not in options)
+    missing += ("zero",) if unread else ()
     return FileJob(method=name, settings=settings, options=options, files=files, missing=missing)
 
 
@@ -206,6 +209,8 @@ def _shards(values: dict[str, Any]) -> None:
         replicas = values.get("nodes", 1)
     if gpus and replicas > 1:
         values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
+    if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
+        del values["shard_degree"]
 
 
 def _batches(values: dict[str, Any], reading: Reading) -> None:
@@ -294,6 +299,7 @@ def shipped_model(text: str, reading: Reading) -> str | None:
     beside = named_file(reading.file, path / "config.json")
     if beside.is_file() and beside.parent.name == path.name:
         return str(beside.parent)
+    text = re.sub(r".*/models--[^/]+--([^/]+)/.*", r"\1", text)  # the hub's cache
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
     others = (stem.replace(*pair) for pair in ALIKE)
@@ -329,7 +335,8 @@ def _system(
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
-        facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
+        width = facts.get("reduce_bytes", system.states.reduce_bytes)
+        facts["bucket_bytes"] = values["bucket_elements"] * width
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
     moves = (reading.method or ("", {}))[1].get("inputs") == "host"
