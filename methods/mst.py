@@ -79,7 +79,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             plan, remark = _with_loss_by_piece(problem, plan)
             why |= remark
         if self.optimizer_in_backward:
-            plan = _update_in_backward(plan)
+            fate = replace(plan.state("optimizer"), update="backward")
+            others = tuple(state for state in plan.states if state.kind != "optimizer")
+            plan = replace(plan, states=(*others, fate))
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
@@ -135,10 +137,3 @@ def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, s
         else {}
     )
     return plan.with_rules(rule), remark
-
-
-def _update_in_backward(plan: Plan) -> Plan:
-    """The plan with its optimizer's update moved beside the backward."""
-    fate = replace(plan.state("optimizer"), update="backward")
-    others = tuple(state for state in plan.states if state.kind != "optimizer")
-    return replace(plan, states=(*others, fate))

@@ -202,14 +202,10 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
         if whole and dist.get_rank() == 0:
-            full = grad.reshape(parameter_shape(parameter))
+            shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+            full = grad.reshape(shape)
             found[name] = full.to("cpu", torch.float64, copy=True)
     return norms, found
-
-
-def parameter_shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
 
 
 def states(rig: Rig) -> list[Tensor]:

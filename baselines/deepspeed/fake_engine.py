@@ -80,7 +80,10 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
         batch = ds.batch_of(job, 0)
         if ds.fetches_ahead(job.run):
             ds.micro_steps(rig, batch, 1.0, lambda _: None)
-            _updated(rig.engine.optimizer)
+            # Do to parameters and gradients what ZeRO 3's update does, without the update itself.
+            rig.engine.optimizer._partition_all_parameters()
+            rig.engine.optimizer.zero_grad()
+            rig.engine.optimizer._post_step(())
         with ds.counted(rig, meter):
             ds.micro_steps(rig, batch, 1.0, lambda _: None)
     here, host = memories.meter().homes(ds.states(rig))
@@ -129,10 +132,3 @@ def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
         if size is not None:
             size.numpy = partial(list, shape)
     return made
-
-
-def _updated(optimizer: Any) -> None:
-    """Do to parameters and gradients what ZeRO 3's update does, without the update itself."""
-    optimizer._partition_all_parameters()
-    optimizer.zero_grad()
-    optimizer._post_step(())

@@ -110,7 +110,11 @@ class Rig:
         """This rank's parts of the summed gradients, except parts that another rank returns."""
         if uses_distributed_optimizer(self.job.run):
             for chunk in self.chunks:
-                _gather_gradients(chunk)
+                for buffer in gradient_buffers(chunk):
+                    for bucket in buffer.buckets:
+                        group = buffer.data_parallel_group
+                        own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
         if self.place.dp or self.place.cp:
             return []
         model = self.job.run.model
@@ -135,14 +139,6 @@ def gradient_buffers(chunk: Any) -> list[Any]:
     """The gradient buffers of a wrapped chunk, and those of its experts. (`buffers` hides the
     method of torch's modules of that name.)"""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _gather_gradients(chunk: Any) -> None:
-    for buffer in gradient_buffers(chunk):
-        for bucket in buffer.buckets:
-            group = buffer.data_parallel_group
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:

@@ -138,15 +138,7 @@ def ran(baseline: str) -> dict[str, list[Record]]:
     return {name: list(islice(records, len(jobs))) for name, jobs in asked.items()}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload_modules": ("qkv_linear", "core_attn")},
-        {"recompute": "selective", "modules": ("layernorm", "mlp")},
-        {"recompute": "full", "method": "block", "num_layers": 3},
-        {},
-    ],
-)
+@pytest.mark.parametrize("settings", TABLES["policies"])
 def test_the_arguments_of_a_policy_are_its_fields(settings: dict[str, Any]) -> None:
     policy = MegatronCore(**settings)
     assert printed_settings(policy.flags(asked_problem(ONE))) == policy.fields

@@ -163,10 +163,7 @@ def test_options_of_2020_and_their_checkpoints_on_the_host_are_read(tmp_path: Pa
     assert options["attention"] == "unfused"
 
 
-@pytest.mark.parametrize(
-    ("options", "attention"),
-    [("--bf16", None), ("", "unfused"), ("--attention-backend flash --bf16", None)],
-)
+@pytest.mark.parametrize(("options", "attention"), TABLES["flash"])
 def test_megatron_has_flash_attention_in_16_bits(
     tmp_path: Path, options: str, attention: str | None
 ) -> None:

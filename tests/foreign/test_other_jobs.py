@@ -27,10 +27,7 @@ def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
 
 
-@pytest.mark.parametrize(
-    ("more", "zero"),
-    [("--deepspeed_config ds_z2.json", "2"), ("--zero_stage 3", "3"), ("", None)],
-)
+@pytest.mark.parametrize(("more", "zero"), TABLES["switches"])
 def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
     (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
     line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"

@@ -66,10 +66,7 @@ def test_states_of_torchtitan_have_the_types_of_the_file(
     assert {key: stack.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("more", "modelled"),
-    [("", True), ("disable_loss_parallel = true", False), ("enable_loss_parallel = false", False)],
-)
+@pytest.mark.parametrize(("more", "modelled"), TABLES["logits"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_tensor_parallel_ranks_are_divided(
     tmp_path: Path, tp: int, more: str, modelled: bool
@@ -78,10 +75,7 @@ def test_logits_of_tensor_parallel_ranks_are_divided(
     assert (not job(tmp_path, text, "t.toml")[1].refused) == (modelled or tp == 1)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [("4096", 0), ("32768", 1), ("32768 --no-create-attention-mask-in-dataloader", 0)],
-)
+@pytest.mark.parametrize(("more", "named"), TABLES["masks"])
 def test_a_large_mask_of_megatrons_loader_is_named(tmp_path: Path, more: str, named: int) -> None:
     notes = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 --seq-length {more}")[1].notes
     assert sum("GiB" in note for note in notes) == named

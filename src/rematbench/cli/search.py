@@ -153,18 +153,14 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
     answer.table()
     answer.more(limit, processes, by_layer=by_layer)
     answer.notes(solved=limit > 0, every=notes)
-    _write(answer, output, plot)
-    if json:
-        typer.echo(answer.json())
-    if not ended:
-        raise typer.Exit(130)
-
-
-def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None:
     if output is not None:
         write_sheet(output, [as_cells(row) for row in answer.rows])
     if plot is not None:
         write_plot(answer.pictured, plot)
+    if json:
+        typer.echo(answer.json())
+    if not ended:
+        raise typer.Exit(130)
 
 
 def _refuse(find: str, speed: float, step: float, *, others: Sequence[object]) -> None:

@@ -88,7 +88,11 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         read_accelerate_deepspeed(reading, plugin)
     if config:
         reading.files.append(Path(str(config)))
-    _document(reading, script)
+    # Read the DeepSpeed configuration that the script itself writes.
+    for named in list(reading.files):
+        if named.name in script.documents:
+            reading.files.remove(named)
+            merge_document(reading, script, named.name)
     read_keys(reading, headers, "launchers", prefix="#SBATCH ")
     return reading
 
@@ -213,11 +217,3 @@ def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
     if own and len(visible) > int(processes):
         text = f"{len(visible)} devices for NPROC_PER_NODE={processes} split layers (device_map)"
         reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, which is not modelled")
-
-
-def _document(reading: Reading, script: Script) -> None:
-    """Read the DeepSpeed configuration that the script itself writes."""
-    for named in list(reading.files):
-        if named.name in script.documents:
-            reading.files.remove(named)
-            merge_document(reading, script, named.name)

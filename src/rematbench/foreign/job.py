@@ -84,7 +84,15 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     values["model"] = _model(values, reading, files, prefix, overrides)
     _of_model(values, reading)
     _degrees(values, reading)
-    _shards(values)
+    # Derive the sharding degree if sharded states have replicas, given as a number or as one per
+    # node.
+    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
+    if values.get("inside_node"):
+        replicas = values.get("nodes", 1)
+    if gpus and replicas > 1:
+        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
+    if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
+        del values["shard_degree"]
     _batches(values, reading)
     values["system"] = _system(values, reading, files, prefix, overrides)
     name, settings = _method(values, reading, method)
@@ -199,18 +207,6 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
     if values.get("gpus") and values["gpus"] % need:
         why = f"tp x cp x pp = {one} and etp x ep x pp = {experts} need (--gpus)"
         reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need}, which {why}")
-
-
-def _shards(values: dict[str, Any]) -> None:
-    """Derive the sharding degree if sharded states have replicas, given as a number or as one per
-    node."""
-    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
-    if values.get("inside_node"):
-        replicas = values.get("nodes", 1)
-    if gpus and replicas > 1:
-        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
-    if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
-        del values["shard_degree"]
 
 
 def _batches(values: dict[str, Any], reading: Reading) -> None:

@@ -254,18 +254,14 @@ def _compared(script: Script, node: Node, source: str) -> bool:
     if not left and right:
         script.undecided.append(source)
     if sign == "=~":
-        return _matches(left, right)
+        try:
+            return re.search(right, left) is not None
+        except re.error:
+            return False
     if sign in COMPARED:
         numbers = left.isdigit() and right.isdigit()
         return numbers and bool(OPERATIONS[COMPARED[sign]](int(left), int(right)))
     return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-
-
-def _matches(text: str, pattern: str) -> bool:
-    try:
-        return re.search(pattern, text) is not None
-    except re.error:
-        return False
 
 
 def _test_tree(words: list[Node], texts: list[str]) -> Node:
@@ -333,7 +329,7 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
             joined = "Array" in node or not before
             values = before + values if joined else [*before[:-1], before[-1] + values[0]]
         if sum(map(len, values)) > LONGEST:
-            raise ConfigError(script.file, "", "not a shell command (a variable has no end)")
+            raise ConfigError(script.file, "", "not a shell command (a variable grows without end)")
         script.variables[name] = values
 
 

@@ -53,7 +53,13 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     if b.system.experts.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
         ranks = layout.ep * layout.expert_tp
         _grouped(b, layout, experts, _gather(b, layout, experts, x))
-        _scatter(b, layout, ranks, routed)
+        # Add the outputs of this rank's experts to the rows of their tokens, and sum the rows over
+        # the ranks that share experts.
+        b.shard(routed)
+        whole = ranks * b.nbytes(routed)
+        group: Group = "ep" if layout.ep > 1 else "etp"
+        copied = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
+        _give(b, routed, ("permutation",), copied, group, whole)
     else:
         once = b.system.experts.dispatcher in ONCE and layout.ep > 1
         names = (_dispatch_once if once else _dispatch)(b, layout, experts, x)
@@ -265,16 +271,6 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     copied = copies_of(b, "sort", 2 * taken, taken + whole)
     _take(b, (x, "router_scores", COUNTS), (saved,), copied, group, whole)
     return rows
-
-
-def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
-    """Add the outputs of this rank's experts to the rows of their tokens, and sum the rows over the
-    ranks that share experts."""
-    b.shard(out)
-    whole = ranks * b.nbytes(out)
-    group: Group = "ep" if layout.ep > 1 else "etp"
-    copied = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
-    _give(b, out, ("permutation",), copied, group, whole)
 
 
 def _exchange(

@@ -159,7 +159,11 @@ class _Walk:
                 reduce = self.facts.reduce_last and item in self.final
                 self._add(("W", self.class_of[item[1:]].number, reduce), item)
             elif not item.of_layers:
-                self._shared(item)
+                if item.kind == "S" and not self.facts.chunks[0].last:
+                    self._add(("vocabulary", "recv_x"), item)
+                if item.kind == "T":
+                    self._add(("vocabulary", "sum_s"), item)
+                self._add(("vocabulary", str(item.kind)), item)
             else:
                 self._backward(item, position)
             for _, key, of in self.due.pop(position, ()):
@@ -250,14 +254,6 @@ class _Walk:
             self._add(("free_f" if waits else "free_held", ends.output), item)
         if not ends.first and not ends.cut:
             self._send(item, position, (ends.word("b"), "free_b"), (back, ends.wide_in))
-
-    def _shared(self, item: Pass) -> None:
-        """Add a pass of a vocabulary that all stages share, after the step for which it waits."""
-        if item.kind == "S" and not self.facts.chunks[0].last:
-            self._add(("vocabulary", "recv_x"), item)
-        if item.kind == "T":
-            self._add(("vocabulary", "sum_s"), item)
-        self._add(("vocabulary", str(item.kind)), item)
 
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]

@@ -73,7 +73,9 @@ def _requests(
     lines: list[Request] = []
     late = ends is not None
     for index, action in enumerate(actions):
-        pool = _pool(action)
+        # The stream of POOLS on which an action's outputs are allocated.
+        stream, alone = action.stream, not action.exchange.beside
+        pool = POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
                 lines.append((alloc.storage, rounded(alloc.nbytes), pool))
@@ -89,12 +91,6 @@ def _requests(
         if ends and index in ends:
             lines.append(((ends[index], ""), DIFFERENTIATED, 0))
     return lines
-
-
-def _pool(action: Action) -> int:
-    """The stream of POOLS on which an action's outputs are allocated."""
-    stream, alone = action.stream, not action.exchange.beside
-    return POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:

@@ -64,7 +64,10 @@ def copy_traffic(
     exchanged = _exchanged_bytes(problem, program)
 
     def network_share(kind: Kind) -> float:
-        passes = _overlapped_passes(program, kind)
+        # The labels of the passes that copies of a kind overlap: those that contain the copies, or
+        # both labels if some copies have separate blocks.
+        labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
+        passes = PASSES if labels.difference(PASSES) else tuple(sorted(labels))
         messages = sent + fsum(exchanged[label] for label in passes)
         return messages / moved[kind] if moved[kind] else 0.0
 
@@ -114,13 +117,6 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
         visiting / updated if beside else 0.0,
         NO_TRAFFIC._replace(two_way_share=float(two_way)),
     )
-
-
-def _overlapped_passes(program: Program, kind: Kind) -> tuple[str, ...]:
-    """The labels of the passes that copies of a kind overlap: those that contain the copies, or
-    both labels if some copies have separate blocks."""
-    labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
-    return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
 
 def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:

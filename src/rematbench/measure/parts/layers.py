@@ -119,7 +119,9 @@ def run_by_turns(
     until = time.monotonic() + limit_s
     place = prepared_device(device, 0)
     machine = Machine(device)
-    cells = [cell for cell in cells if device == "cpu" or is_on_machine(cell, machine)]
+    cells = [
+        cell for cell in cells if device == "cpu" or has_peak_of(cell.problem.cluster, machine.name)
+    ]
     if not cells:
         raise CommandError(f"the suite has no problem for {machine.name}")
     known = read_predictions(output / PREDICTIONS[part], cells)
@@ -141,11 +143,6 @@ def run_by_turns(
         return turns.turn(cell.problem, cell.plan, means)
 
     _rounds(live, unsettled, taken, turn, until, first_turn_s)
-
-
-def is_on_machine(cell: Cell, machine: Machine) -> bool:
-    """Whether the cell's cluster has this machine's GPU."""
-    return has_peak_of(cell.problem.cluster, machine.name)
 
 
 class TurnLog:

@@ -180,16 +180,12 @@ def _defaults() -> dict[str, dict[str, Any]]:
     return {name: entry.parameters for name, entry in discover().methods.items()}
 
 
-def _as_json(value: Any) -> Any:
-    return msgspec.json.decode(msgspec.json.encode(value))
-
-
 def record_label(record: Record) -> str:
     defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
         for method, parameters in record.spec.parameters.items()
         for key, value in parameters.items()
-        if value != _as_json(defaults.get(method, {}).get(key))
+        if value != msgspec.json.decode(msgspec.json.encode(defaults.get(method, {}).get(key)))
     ]
     return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method

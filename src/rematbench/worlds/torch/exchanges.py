@@ -412,7 +412,11 @@ class Messages:
         """Start a send; the sent storage stays alive until the event."""
         found = self.message_of(action, span)
         if action.op == "tied":
-            self._send_tied(found)
+            tied, arrival = self.tied, self.arrival
+            assert tied is not None
+            assert arrival is not None
+            self._begin(found, self._send(tied.grad_flat, found))
+            self.callbacks.append(partial(tied.grad_flat.add_, arrival))
             return
         data = self.memory[span.key(action.reads[0])].data
         turns = found.channel.sender == found.channel.receiver
@@ -465,10 +469,3 @@ class Messages:
             self.receive_into(data, found)
         rows = Value(data, span.first, span.size)
         self.memory.put(span.key(action.allocs[0].storage), rows)
-
-    def _send_tied(self, message: Message) -> None:
-        tied, arrival = self.tied, self.arrival
-        assert tied is not None
-        assert arrival is not None
-        self._begin(message, self._send(tied.grad_flat, message))
-        self.callbacks.append(partial(tied.grad_flat.add_, arrival))

@@ -145,15 +145,6 @@ class Movers:
             parameter.grad_flat = part
         self.memory.put(span.key(alloc.storage), Value(buffer))
 
-    def _drop_ranges(self, key: Key) -> None:
-        """Drop the parameters' ranges of a buffer of gradients or weights that is being freed."""
-        storage, _, chunk = key
-        if storage.role is Role.WEIGHTS:
-            self.model.unit_states[chunk][storage.part].drop_weights()
-        if storage.role is Role.WEIGHT_GRADIENTS:
-            for parameter in self.model.unit_parameters(chunk, storage.part):
-                parameter.grad_flat = parameter.grad_flat.new_empty(0)
-
     def _activation(self, storage: Storage, span: Span) -> Activation:
         unit = self.model.units[span.chunk].get(storage.part)
         if unit is None:  # the chunk's output is the input of the layer after its last
@@ -264,7 +255,12 @@ class Movers:
                 self.streams.run(action.stream, _copy(one.own_value, _host(one).value))
             return
         if action.op == SHARD_UP:
-            self._shard_up(action, span)
+            states = self.model.unit_states[span.chunk][action.part]
+            with self.streams.storage_pool():
+                whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
+            self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
+            self.memory.put(span.key(action.allocs[0].storage), Value(whole))
+            states.lend_weights(whole)
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
@@ -278,15 +274,6 @@ class Movers:
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(span.key(alloc.storage), Value(data, source.first, source.count))
 
-    def _shard_up(self, action: Action, span: Span) -> None:
-        """Copy this rank's range of a unit's weights from the host to a new buffer of the unit."""
-        states = self.model.unit_states[span.chunk][action.part]
-        with self.streams.storage_pool():
-            whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
-        self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
-        self.memory.put(span.key(action.allocs[0].storage), Value(whole))
-        states.lend_weights(whole)
-
     def move_to_slots(self, action: Action, span: Span) -> None:
         """Move an action's outputs into the staging slots that the plan names for them."""
         for alloc in action.allocs:
@@ -298,7 +285,12 @@ class Movers:
                 value.data = data
 
     def free(self, key: Key) -> None:
-        self._drop_ranges(key)
+        storage, _, chunk = key
+        if storage.role is Role.WEIGHTS:
+            self.model.unit_states[chunk][storage.part].drop_weights()
+        if storage.role is Role.WEIGHT_GRADIENTS:
+            for parameter in self.model.unit_parameters(chunk, storage.part):
+                parameter.grad_flat = parameter.grad_flat.new_empty(0)
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:

@@ -45,7 +45,7 @@ from rematbench.worlds.torch.draws import drawing_threads
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.parameters import Owner, Parameter, ParameterSpec, square_sum
+from rematbench.worlds.torch.parameters import Parameter, square_sum
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 
@@ -242,20 +242,15 @@ def record_bytes(executor: Executor, result: RankResult) -> None:
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
-def _part(spec: ParameterSpec, owner: Owner) -> int:
-    """The number of a rank's part of a parameter; parts of a row of the grid are neighbours."""
-    row = 0 if spec.split is None else owner.tp_rank
-    return row if spec.columns is None else row * owner.columns + owner.column
-
-
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
     for parameter in (one for one in parameters if one.spec.trained):
         own, owner = parameter.own_grad, parameter.owner
+        row = 0 if parameter.spec.split is None else owner.tp_rank
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
-            part=_part(parameter.spec, owner),
+            part=row if parameter.spec.columns is None else row * owner.columns + owner.column,
             number=owner.state_rank,
             shape=tuple(parameter.shape),
             square_sum=square_sum(own),

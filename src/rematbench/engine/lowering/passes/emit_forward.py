@@ -10,7 +10,7 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
     stored_parts,
     trailing_unit,
 )
-from rematbench.engine.lowering.blocks.fates import Fates, Resolved
+from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
@@ -127,7 +127,10 @@ class ForwardEmitter:
             parts = self.stored[site]
             self.survivors.update([part.storage for part in parts])
             if self.fates[site].mixed:
-                self._split(storage, self.fates[site])
+                fate = self.fates[site]
+                allocs = tuple(Alloc(p.storage, p.nbytes) for p in stored_parts(storage, fate))
+                nbytes = sum(alloc.nbytes for alloc in allocs)
+                self.w.move(Kind.SPLIT, storage, (storage,), allocs, nbytes)
             leaving += [(part.storage, part.nbytes) for part in parts if part.offload]
         if is_captured(self.chunk.problem, unit):
             self._hold_graph(unit)
@@ -144,11 +147,6 @@ class ForwardEmitter:
         share = problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_of(unit), int(share * sum(kept)))
         self.survivors.add(graph_of(unit))
-
-    def _split(self, storage: Storage, fate: Resolved) -> None:
-        allocs = tuple(Alloc(p.storage, p.nbytes) for p in stored_parts(storage, fate))
-        nbytes = sum(alloc.nbytes for alloc in allocs)
-        self.w.move(Kind.SPLIT, storage, (storage,), allocs, nbytes)
 
     def _copy_out(self, leaving: list[tuple[Storage, int]], event: Event | None) -> None:
         self._drain(self.transfers.release_lag)

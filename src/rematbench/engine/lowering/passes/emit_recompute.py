@@ -255,16 +255,13 @@ class Recomputer:
                 raise PlanError(_orphan(storage))
             self.rebuild_inside(unit, {name})
         if fate.mixed:
-            self._join(storage, fate)
+            parts = [part.storage for part in stored_parts(storage, fate)]
+            if fate.recompute_bytes:
+                parts.append(storage.with_rows(REBUILT))
+            whole = Alloc(storage, fate.nbytes)
+            self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
         self.on_device.add(storage)
         return storage
-
-    def _join(self, storage: Storage, fate: Resolved) -> None:
-        parts = [part.storage for part in stored_parts(storage, fate)]
-        if fate.recompute_bytes:
-            parts.append(storage.with_rows(REBUILT))
-        whole = Alloc(storage, fate.nbytes)
-        self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
 
 
 def _orphan(storage: Storage) -> str:
@@ -285,7 +282,8 @@ class Rebuilder:
     def scopes(self, unit: Unit) -> None:
         """Rebuild the tensors of layer or group scope that are due before this unit's backward."""
         due = [unit]
-        for group in self._groups(unit):
+        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
+        for group in {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}:
             due = [
                 self.chunk.layer_unit[i]
                 for i, layer in enumerate(self.chunk.layers)
@@ -295,10 +293,6 @@ class Rebuilder:
             if member.prefix != unit.prefix:
                 self.arrive(member)
             self._rebuild_unit(member, last=member.prefix == unit.prefix)
-
-    def _groups(self, unit: Unit) -> set[Group]:
-        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
-        return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
         """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`

@@ -65,7 +65,9 @@ class BucketReducer(GradReducer):
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         if unit.trained:
-            self._open(w)
+            if self.held and not self.opened:
+                w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
+            self.opened = True
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
                 self._empty(w)
             if self.transient:
@@ -84,12 +86,6 @@ class BucketReducer(GradReducer):
 
     def _filled(self) -> int:
         return sum(map(self._size, self.bucket))
-
-    def _open(self, w: BlockWriter) -> None:
-        """Allocate the buckets and the rank's part at the first gradient."""
-        if self.held and not self.opened:
-            w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
-        self.opened = True
 
     def _empty(self, w: BlockWriter) -> None:
         self._drain(w, 0)

@@ -170,15 +170,12 @@ class ParameterGatherer:
     def _want(self, w: BlockWriter, unit: Unit) -> None:
         for read in self._read(unit):
             if self.parts(read) and read.prefix not in self.pending:
-                self._gather(w, read)
+                if self.layerwise:
+                    w.parameters[read.prefix] = self.buffers(read)
+                for part in self.parts(read):
+                    event = self._issue(w, read.prefix, part)
+                    self.pending[read.prefix] = event
                 self.for_the_head |= read is not unit
-
-    def _gather(self, w: BlockWriter, unit: Unit) -> None:
-        if self.layerwise:
-            w.parameters[unit.prefix] = self.buffers(unit)
-        for part in self.parts(unit):
-            event = self._issue(w, unit.prefix, part)
-            self.pending[unit.prefix] = event
 
     def _issue(self, w: BlockWriter, part: ModelPart, whole: Gathered) -> Event:
         buffer, parameters, group, quantised = whole
@@ -194,7 +191,9 @@ class ParameterGatherer:
         elif self.layerwise and (free := self.released_before if self.in_turn else self.released):
             w.wait("dp", free)  # The gather reuses the buffer of a released unit.
         if self.layerwise and self.fate.home == "host":
-            copied = self._shard_up(w, part, parameters, allocs)
+            nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
+            ready = w.mark(COMPUTE)
+            copied = w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
             if not self.peers:
                 return copied
             w.wait("dp", copied)
@@ -204,13 +203,6 @@ class ParameterGatherer:
         if self.beside:
             w.stall(comm)
         return event
-
-    def _shard_up(
-        self, w: BlockWriter, part: ModelPart, parameters: int, allocs: tuple[Alloc, ...]
-    ) -> Event:
-        nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
-        ready = w.mark(COMPUTE)
-        return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""
@@ -328,10 +320,7 @@ class GradReducer:
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.trained:
-            allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
-
-    def _bytes(self, unit: Unit) -> int:
-        return self.width * unit.trained
+            allocate_gradients(w, unit, Alloc(self.buffer(unit), self.width * unit.trained))
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Reduce a full bucket, and free the buffers of earlier reductions."""
