@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rematbench.foreign.adapters import TARGETS
 from rematbench.foreign.keys import declared, is_off, read_keys, read_sizes
 from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import Options, Reading, first_value, named_file
@@ -101,6 +102,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command under the names of Transformers, with the task as its `stage`."""
     known = NAMES | declared("launchers").names.keys()
     data = {name: _value(values) for name, values in options.items() if name not in known}
+    data |= {name: options[name] for name in TARGETS if len(options.get(name, [])) > 1}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):

@@ -104,6 +104,8 @@ def _by_name(whole: Reading, named: Path) -> None:
         whole.notes.append(f"{named} is not here: give it as a further FILE after {whole.file}")
         return
     whole.put("zero_stage", int(stage[1]), str(named))
+    unsharded = {"huggingface-flash": "huggingface-deepspeed"}  # the name is of accelerate's file
+    whole.system = unsharded.get(whole.system, whole.system)
     if whole.package == "axolotl":
         for name, value in declared("axolotl").defaults.get(named.name, {}).items():
             whole.put(name, value, str(named))
