@@ -106,6 +106,20 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     assert stack.get("waiting_frees") == (2 if version == 1 else None)
 
 
+@pytest.mark.parametrize(("line", "expected", "said"), TABLES["lines"])
+def test_a_line_gives_its_values_and_says_what_it_leaves_open(
+    tmp_path: Path, line: str, expected: dict[str, object], said: str
+) -> None:
+    """Transformers 5.23, training_args.py, takes FSDP2 and loads the checkpoint's type; 4.x took
+    FSDP1 and fp32."""
+    made, reading = job(tmp_path, line)
+    stated = facts(made) | made.options
+    assert {key: stated.get(key) for key in expected} == expected
+    left = " ".join([*reading.assumed, *reading.refused, *made.missing])
+    assert said in left
+    assert said or not reading.assumed
+
+
 @pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])
 def test_gradients_of_deepspeed_have_the_type_of_the_line(
     tmp_path: Path, word: str, width: int | None
