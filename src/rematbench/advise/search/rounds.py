@@ -79,6 +79,7 @@ class SearchJob(SearchSpace):
             ),
         )
 
+    # Why: docs/decisions/advise.md, Is every layout group made before a search begins?
     def _alike(self, part: int = 0, parts: int = 1) -> list[Alike]:
         """The groups of one part, of which those that are `Alike` are together.  In a search for
         any plan that fits, so are those that differ only in the micro-batch."""
