@@ -214,6 +214,9 @@ class Part:
         collect_rarely()
         self.search = SearchJob(request).search(part, parts, lists=lists)
         self.steps = self.search.run()
+        longest = sum((each.longest for each in self.search.alike), Counter[int]())
+        plans_of = self.search.family.plans
+        self.plans = sum(plans_of(layers) * count for layers, count in longest.items())
 
     def __call__(self, start: Round) -> State:
         """Work for one round and return the State after it."""
@@ -233,7 +236,7 @@ class Part:
             bound_s=search.bound_s,
             short_bytes=search.short_bytes,
             excluded=dict(search.excluded.counts + search.queue.slower),
-            plans=search.plans,
+            plans=self.plans,
         )
 
 
