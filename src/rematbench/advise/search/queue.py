@@ -339,7 +339,8 @@ EXTENDS_FITTING = "adds a method to a plan that already fits"
 class Exclusions:
     """What a search has excluded.  `counts`: numbers of plans and layouts by reason.
     `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes per node, that
-    an excluded plan lacked; `states_short_bytes`: those that any layout's states lacked.  `refusal`: the last reason why a method has no plan."""
+    an excluded plan lacked; `states_short_bytes`: those that any layout's states lacked.
+    `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
