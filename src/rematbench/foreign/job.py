@@ -325,6 +325,9 @@ def _system(
             "weights are fp32, and autocast converts them to 16 bits in each operator"
         )
     system = load_system(base)
+    if values.get("foreach") and not system.states.flat_step:
+        # torch/optim/adam.py, _multi_tensor_adam: the roots of all second moments are new tensors.
+        facts["step_scratch_bytes"] = facts.get("param_bytes", system.states.param_bytes)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
