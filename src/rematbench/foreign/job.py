@@ -123,8 +123,8 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
-    """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage (as numbers where every stage has some), and whether there is a shared expert."""
+    """Derive values that depend on the model, even if only its name is given: chunks, the layers of
+    each stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
         stages = read_stages(values["stages"])
         values["vpp"] = max(1, len(stages) // values.get("pp", 1))
@@ -141,7 +141,7 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         model = load_model(str(values["model"]))
         layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
     if values.get("shared_overlap") and shared:
-        text = "a shared expert beside the dispatch is not modelled"
+        text = "a shared expert that runs during the dispatch is not modelled"
         reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
     if not layers:
         keys = ", ".join(reading.keys[name] for name in sorted(present))

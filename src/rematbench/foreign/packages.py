@@ -202,14 +202,14 @@ def _unread(script: Script) -> str:
         words = pointer(package, str(path)) if package in REFUSED else "which is not a job"
         return f"the command names {named[-1]}, {words}"
     if named:
-        return f"the command names {named[-1]}, which is not beside it: read that file"
+        return f"the command names {named[-1]}, which was not found: read that file"
     if script.absent:
-        return f"it sources {', '.join(script.absent)}, which is not beside it"
+        return f"it sources {', '.join(script.absent)}, which was not found"
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
     line = "--num-layers and --seq-length, or --model_name_or_path"
-    return f"no launch line with {line} (read: {READ})"
+    return f"no launch line with {line} (supported: {READ})"
 
 
 def _configured(script: Script) -> Reading | None:
