@@ -15,10 +15,10 @@ Deviations: ranks sum products with A instead of gathering them, and gather a no
 for the linear and for the adapter. Norms that PEFT made fp32 have fp32 outputs, and a linear of
 bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
 attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
-the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper). Deviations: the first layer's
-input has a gradient only if recomputation is reentrant (enable_input_require_grads); if layers save
-their input, the first layer does too, and the head keeps the input of its linear, so that plans can
-compute from them again.
+the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and
+original_module). Deviations: the first layer's input has a gradient only if recomputation is
+reentrant (enable_input_require_grads); if layers save their input, the first layer does too, and
+the head keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
