@@ -334,6 +334,9 @@ def _system(
         words = "releases refuse it with full recomputation, so the stack is megatron-core-dev"
         reading.notes.append(f"{reading.keys.get('ep_overlap')}: {words}")
     system = load_system(base)
+    if values.get("foreach") and not system.states.flat_step:
+        # torch/optim/adam.py, _multi_tensor_adam: the roots of all second moments are new tensors.
+        facts["step_scratch_bytes"] = facts.get("param_bytes", system.states.param_bytes)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
