@@ -164,11 +164,7 @@ def test_sharded(place: str) -> None:
     layouts = ("dp2", "pp2") if place == "hosted" else ("dp2", "pp2", "tp2", "dp2-zero3")
     layouts = layouts[1:] if "early" in place else layouts
     pairs = [pair(place, layout, "keep") for layout in layouts]
-    results = execute_cases([case for each in pairs for case in each], timeout_s=240.0)
-    for (_, case), whole, moved in zip(pairs, results[::2], results[1::2], strict=True):
-        assert (whole.status, moved.status) == ("ok", "ok"), (whole.reason, moved.reason)
-        assert laws.same_bits(whole, moved)
-        assert laws.bytes_differ(case, moved) == []
+    check_ranks(pairs)
 
 
 @pytest.mark.full
