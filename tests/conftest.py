@@ -5,7 +5,7 @@ them.  Golden files are rewritten by
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -69,12 +69,13 @@ SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "pape
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection() -> Generator[None, object, object]:
     """Python's collector never walks what is collected here, which lives to the end of the run."""
     gc.disable()
-    yield
+    found = yield
     gc.freeze()
     gc.enable()
+    return found
 
 
 @pytest.hookimpl(trylast=True)
