@@ -195,8 +195,8 @@ class GroupBounds(LayoutGroup):
         return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
-        """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
-        layouts]; one column if all layouts have equal shares."""
+        """The shares of the longest and of the shortest chunk at each step of a candidate's share,
+        [steps, layouts]; one column if all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
         scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":
@@ -308,8 +308,8 @@ class GroupBounds(LayoutGroup):
         return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
-        share, layouts]; or why the candidate has no plan."""
+        """Return the bounds of all layouts for a candidate at a step of its pieces, as arrays
+        [steps of its share, layouts]; or why the candidate has no plan."""
         key = (candidate, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(candidate, pieces)
@@ -352,9 +352,9 @@ class GroupBounds(LayoutGroup):
     def _waiting(
         self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
     ) -> Waiting:
-        """The model's last chunk if its backward does not follow its forward at once.  In probes it
-        does, so they copy nothing of this chunk.  `one`: the probe at the end of the candidate's
-        share; `ends`: facts at both ends of the share, `lean`: along it."""
+        """The bytes of the model's last chunk if its backward does not follow its forward at once.
+        In probes it does, so they copy nothing of this chunk. `one`: the probe at the end of the
+        candidate's share; `ends`: facts at both ends of the share, `lean`: along it."""
         ending = self.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)

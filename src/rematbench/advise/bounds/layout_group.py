@@ -153,8 +153,8 @@ class LayoutGroup:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that torch may reserve at each layout: those that its communicators and the
-        reserve leave."""
+        """Device bytes that torch may reserve, [layouts]: the device's, without the bytes of the
+        driver, the communicators and the reserve."""
         known: dict[tuple[int, int], int] = {}
         at, reserve_bytes = self.problem, self.reserving(self.problem).reserve_bytes
         for lay in (choice.layout for choice in self.choices):

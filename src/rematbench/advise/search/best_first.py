@@ -97,8 +97,8 @@ class MemoryRules:
         self.excluded.refusal = refused.reason
 
     def lacks_bytes(self, layout: OpenLayout, candidate: Candidate) -> bool:
-        """Whether the bytes that a candidate keeps and copies are too many.  Such a candidate is
-        probed only if nothing fits and it may lack the fewest bytes."""
+        """Whether a candidate keeps or copies too many bytes to fit. Such a candidate is probed
+        only if nothing fits and its shortage may be the smallest."""
         short = layout.group.short(candidate)
         if short is None or (lacks := short.falls[layout.index]) is None:
             return False
@@ -108,8 +108,8 @@ class MemoryRules:
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the candidates that were excluded without a probe, as long as they may lack the
-        fewest bytes."""
+        """Probe the candidates that were excluded without a probe, if they may lack fewer bytes
+        than every plan so far."""
         excluded = self.excluded
         for unprobed in sorted(self._unprobed, key=lambda item: (item.host, item.nbytes)):
             if unprobed.host and excluded.device_short_bytes < inf:

@@ -160,7 +160,7 @@ class SearchSpace:
 
     @cached_property
     def package(self) -> MethodEntry | None:
-        """The package whose policies alone are searched; None for our methods."""
+        """The package to whose policies the search is limited; None if our methods are searched."""
         return baselines().get(self.request.engine)
 
     def _policies(self, package: MethodEntry) -> list[Variant]:

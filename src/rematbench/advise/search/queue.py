@@ -377,8 +377,8 @@ class Exclusions:
             self.lacks_host(trial.host_short_bytes)
 
     def replay_whole(self) -> None:
-        """Replay in full the plans whose replay was stopped early, as long as they may lack the
-        fewest bytes."""
+        """Replay in full the plans whose replay was stopped early, if they may lack fewer bytes
+        than every plan so far."""
         for short_bytes, trials, content in sorted(self._ended, key=itemgetter(0)):
             if short_bytes < self.device_short_bytes:
                 self.lacks_device(trials.lacked_bytes(content))

@@ -75,7 +75,7 @@ def longest_sequence(
 
 
 def _further(tried: dict[int, Result], units: int, last: int) -> int:
-    """The next length to try above a length that fits: twice as far, or further. Further: just
+    """The next length to try above a length that fits: twice this length, or, if longer, just
     beyond the length at which the peaks of the last two lengths meet the device. The limit of the
     search is tried once before any length beyond it."""
     before = max((known for known in tried if known < units), default=0)
