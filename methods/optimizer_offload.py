@@ -59,7 +59,7 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
         pieces = self.cut(("visit",), self.size)
         reason = REFUSED.get(self.order, "")
-        if reason := reason or refusal(problem, base, host=False, pieces=pieces):
+        if reason := reason or refusal(problem, base, pieces):
             return Unsupported(reason)
         share, bound = self.share, "given"
         if share is None:

@@ -337,7 +337,7 @@ def _system(
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
     used = {
-        "activation_offload": "host" in str((reading.method or ("", {}))[1].get("inputs")),
+        "activation_offload": str((reading.method or ("", {}))[1].get("inputs")).endswith("host"),
         "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
     }
     if more := [name for name in used if used[name] and name not in shipped["features"]]:

@@ -18,7 +18,7 @@ from rematbench.advise.bounds.closed_bounds import (
     step_bound,
 )
 from rematbench.advise.bounds.columns import AS_PROBED, Array, Bounds, Short
-from rematbench.advise.bounds.layout_group import LayoutGroup
+from rematbench.advise.bounds.layout_group import EXCHANGING, LayoutGroup, layer_cost
 from rematbench.advise.bounds.lines import (
     Facts,
     Line,
@@ -210,21 +210,13 @@ class GroupBounds(LayoutGroup):
         share."""
         return _both_ends(candidate, partial(self.probe, pieces=pieces))
 
-    @cached_property
-    def kernels_s(self) -> Array:
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array:
         """A first lower bound of each layout's step in seconds, for the candidate that keeps every
-        activation, from operator tables alone."""
-        return self._kernels_s(any_order=False)
-
-    @cached_property
-    def passes_s(self) -> Array:
-        """The bound `kernels_s` for any order of a rank's passes."""
-        return self._kernels_s(any_order=True)
-
-    def _kernels_s(self, *, any_order: bool) -> Array:
-        layer = min(
-            self.layers_s, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s
-        )
+        activation, from operator tables alone.  `any_order`: for any order of a rank's passes;
+        `alike`: for any exchange between experts and any place of optimizer states, too."""
+        without = EXCHANGING if alike else frozenset[str]()
+        kinds = [layer_cost(self.problem, table, without) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
         facts = Facts(line, line, line)
         sent_s = 0 * self.send_s

@@ -13,8 +13,8 @@ linear, ranks split the columns of A and save its gathered input; at a row-paral
 split the rows of A and also gather the product with B. They always split the columns of B.
 Deviations: ranks sum products with A instead of gathering them, and gather a norm's output twice,
 for the linear and for the adapter. Each expert of a rank has its A and B, in grouped products as
-its linears (ms-swift 4.6, swift/megatron/tuners/lora.py), with one A for the gate and the up
-projection, which are one linear. Norms that PEFT made fp32 have fp32 outputs, and a linear of
+its linears have (ms-swift 4.6, swift/megatron/tuners/lora.py): the gate and the up projection,
+which are one linear, have one A. Norms that PEFT made fp32 have fp32 outputs, and a linear of
 bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
 attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
 the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and

@@ -151,8 +151,8 @@ class Movers:
         return unit.table.activations[storage.tensor]
 
     def split(self, action: Action, span: Span) -> None:
-        """Copy out the kept and the offloaded part: rows if the rest is rebuilt, this rank's rows
-        if its tensor-parallel peers keep the rest, otherwise bytes."""
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, this rank's rows if
+        its tensor-parallel peers keep the rest, otherwise bytes."""
         name = action.reads[0]
         whole = self.memory[span.key(name)]
         data = whole.data

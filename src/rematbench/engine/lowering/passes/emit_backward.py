@@ -256,7 +256,7 @@ class BackwardEmitter:
             allocs = [Alloc(full, size)] if gathered else []
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
-            self.rebuild.window(unit, op.name, "backward")
+            self.rebuild.window(unit, op.name)
             alone = op.has_weight and bool(op.backward_input) and op.regather is None
             if alone and self.chunk.problem.tp_overlap == "gemm":
                 w.wait(COMPUTE, w.mark_begin(issued))
@@ -289,7 +289,7 @@ class BackwardEmitter:
         event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
         if op.exchanges:
             self.w.run_beside(unit.variant)
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         self.w.wait(COMPUTE, event)
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
@@ -307,7 +307,7 @@ class BackwardEmitter:
         ring = op.regather.kind == "ring"
         if ring:  # The kernel reads each part of the ring as it arrives.
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         overlaps = (self.overlap and op.has_weight) or ring
         if not overlaps:
             self.w.wait(COMPUTE, event)
@@ -345,7 +345,7 @@ class BackwardEmitter:
             return None
         sources = [*(a.storage for a in made.summed), *added_into]
         event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.rows)
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         if self.overlap and op.has_weight:
             return event
         w.wait(COMPUTE, event)

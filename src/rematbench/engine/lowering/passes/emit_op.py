@@ -95,7 +95,7 @@ def emit_op(
 def _exchange(
     w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, kind: Kind, names: Names, rows: Rows
 ) -> None:
-    """Emit an all-to-all for the tensors that `names` writes; it has no kernels. Compute waits for
+    """Emit an all-to-all without kernels, for the tensors that `names` writes.  Compute waits for
     one that runs again (NVIDIA/Megatron-LM pull request 5869: exposed by design)."""
     assert op.reduce is not None
     tensors = unit.table.activations

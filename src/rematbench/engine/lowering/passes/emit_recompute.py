@@ -321,9 +321,9 @@ class Rebuilder:
                 self.arrive(member)
             self._rebuild_unit(member, last=member.prefix == unit.prefix)
 
-    def window(self, consumer: Unit, op: str, direction: str) -> None:
-        """Rebuild tensors whose window is the collective issued last, `layer_offset` layers before
-        use."""
+    def window(self, consumer: Unit, op: str) -> None:
+        """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`
+        layers before their use."""
         if not self.windows:
             return
         maker = self.recomputer
@@ -335,7 +335,7 @@ class Rebuilder:
                 name
                 for name, _, site in self.chunk.saved(unit)
                 if (w := self.fates[site].window) is not None
-                and (w.op, w.direction) == (op, direction)
+                and (w.op, w.direction) == (op, "backward")
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
                 and maker.storages(unit)[name] not in maker.on_device
