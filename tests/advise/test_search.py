@@ -205,6 +205,8 @@ def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
     assert only.gap <= roomy.within
     both = last(replace(roomy, only=("full_recompute", "keep_all")))
     assert both.best_s == free.best_s
+    some = last(replace(roomy, only=("full_recompute:inputs=shared",)))  # no plan at tp 1
+    assert some.results[0].problem.layout.tp > 1
 
 
 def test_the_best_micro_batch_is_found() -> None:

@@ -155,15 +155,17 @@ class SearchJob(SearchSpace):
         return [*map(self._group, dict.fromkeys(chosen))]
 
     def _samples(self) -> list[dict[Variant, Probe]]:
-        """The probes of single methods in the `_sampled` groups: of all methods in the first, and
-        of those that only rebuild in the others."""
+        """The probes of single methods in the `_sampled` groups: of all methods in the first group
+        in which some method has a plan, and of those that only rebuild in the later ones."""
         results: list[dict[Variant, Probe]] = []
         for bounds in self._sampled:
             again = (
                 [s for s, p in results[0].items() if rebuilds(s, p)] if results else self.variants
             )
             probes = {variant: bounds.probe(Candidate((variant,))) for variant in again}
-            results.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+            planned = {s: p for s, p in probes.items() if isinstance(p, Probe)}
+            results += [planned] if planned or results else []
+        results = results or [{}]
         if not self.request.hosts:
             return [{s: p for s, p in item.items() if "offload" not in p.kinds} for item in results]
         return results
