@@ -150,8 +150,7 @@ def run_case(
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     """Reset the device after earlier cases. Collect their storages (a case's objects form cycles),
     empty the caches and reset the peaks."""
-    wrong = reordered_channel(program, case.problem.layout)
-    if wrong:
+    if wrong := reordered_channel(program, case.problem.layout):
         raise NotExecutable(
             f"NCCL has no message tags, and messages from {wrong} are not received in the order "
             "in which they were sent"
