@@ -24,8 +24,9 @@ Schedule = Literal[
 ]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
-"""Schedules of 1F1B in which weight gradients are separate passes.  Value: the passes by which a
-rank's warm-up exceeds that of the next rank, and by which its weight gradients come earlier."""
+"""Schedules of 1F1B in which weight gradients are separate passes. Value: how many more passes a
+rank has in its warm-up than the next rank, and by how many passes its weight gradients come
+earlier."""
 VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
 """Schedules of 1F1B in which all stages share the vocabulary.  Value: the barriers per micro-batch
 that overlap with other passes (interlaced: passes wait for each other)."""

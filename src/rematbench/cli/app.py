@@ -142,7 +142,6 @@ def _imported(name: str) -> Any:
 
 
 def _docstring(place: str) -> str:
-    """The docstring of a command, from its file."""
     module, _, name = place.partition(".")
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))

@@ -150,8 +150,8 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
 ) -> None:
     """Execute a baseline: the real package in separate processes (gloo on a CPU, NCCL on GPUs).
 
-    Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
-    writes and prints the record.
+    Starts one process for each GPU of --gpus.  Under torchrun or srun the command is one of the
+    launcher's processes, and rank 0 writes and prints the record.
 
     \b
     Example:
@@ -226,11 +226,11 @@ def flags(
     run: RunOptions,
     baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
     whole: Annotated[
-        bool, Option("--whole", help="Also the model's arguments (megatron_core).")
+        bool, Option("--whole", help="Also print the model's arguments (megatron_core).")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the options of a baseline that equal a method's plan, or list what it cannot express.
+    """Print the options of a baseline that equal a method's plan, or list what no option expresses.
 
     megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON;
     torchtitan: its configuration as TOML, with torchao's converters.  Facts of the stack for which
@@ -286,7 +286,7 @@ def _print_flags(answer: FlagsAnswer, method: str, fits: str, lost: Costs | None
 
 
 def broken_lines(flags: str) -> str:
-    """Options with an option on each line, for a shell; a JSON object as it is."""
+    """The options, one on each line, for a shell; a JSON object stays as it is."""
     return flags if flags.startswith("{") else flags.replace(" --", " \\\n  --")
 
 

@@ -210,7 +210,7 @@ def calibrate_user_stack(
         if half_width > WIDEST and not force:
             raise CommandError(
                 f"{output}: not written: the calibrated stack has a band of +-{percent(half_width)}"
-                f"; above {percent(WIDEST)} that needs --force, because mistyped rows are likelier"
+                f"; above {percent(WIDEST)} check the rows for mistakes, or add --force"
             )
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(

@@ -89,7 +89,7 @@ def cells(
     With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
     simulated; only GPU runs have times.  With --again, the records of finished cells are deleted so
     that the next run executes them again, for example after a repair of the nodes, which no record
-    shows.  Beside the store, executed.csv and the manifests of their bundles are deleted too.
+    shows.  Their bundles' manifests and executed.csv, next to the store, are deleted too.
 
     \b
     Example:

@@ -99,7 +99,7 @@ class RunOptions:
     reserve_gib: Annotated[
         float | None,
         Option(
-            min=0, metavar="G", help="GiB that tuned plans leave free (default: our peak error)."
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: our peaks' error)."
         ),
     ] = None
     methods: Annotated[
@@ -321,7 +321,7 @@ def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
 
 
 def refuse_baseline(text: str) -> None:
-    """CommandError for a baseline's policy, which the package executes and not our executor."""
+    """CommandError for a baseline's policy, because its package executes it, not our executor."""
     name = text.partition(":")[0].strip()
     if name in baselines():
         raise CommandError(

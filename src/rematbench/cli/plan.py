@@ -202,7 +202,7 @@ def timeline(
 ) -> None:
     """Write one step as a timeline that ui.perfetto.dev and chrome://tracing open.
 
-    METHOD with the options of a run, or RECORD.json from `simulate -o` or `run`.
+    Give METHOD with the options of a run, or RECORD.json from `simulate -o` or `run`.
 
     \b
     Example:

@@ -1,5 +1,5 @@
 """Shared by the commands that run real code: the check for torch, the options of a process that a
-launcher started (its rank among theirs), and the output of a record."""
+launcher started (such as its rank), and the output of a record."""
 
 import importlib.util
 import statistics

@@ -93,11 +93,11 @@ def row(  # every option is a parameter
     run: RunOptions,
     log: Annotated[Path, Argument(metavar="LOG", help="The trainer's output.")],
     output: Annotated[Path, Option("-o", "--output", metavar="ROWS.csv")],
-    source: Annotated[str, Option(metavar="TEXT", help="Who ran it, and where to read it.")],
+    source: Annotated[str, Option(metavar="TEXT", help="Who ran the job, and where it is shown.")],
     command: Annotated[str, Option(metavar="TEXT", help="The job's command.")],
     commit: Annotated[str, Option(metavar="TEXT", help="The trainer's commit or version.")],
     gpu: Annotated[str, Option(metavar="TEXT", help="The GPU, as nvidia-smi names it.")],
-    recompute: Annotated[str, Option(metavar="TEXT", help="A method or the source's term.")] = "",
+    recompute: Annotated[str, Option(metavar="TEXT", help="A method, or the source's word.")] = "",
 ) -> None:
     """Write a trainer's log as a row of a sheet, with its card: command, commit and GPU.
 

@@ -117,7 +117,7 @@ def systems(
         str, Argument(metavar="[NAME]", help="Stack to describe: name or YAML file.")
     ] = "",
 ) -> None:
-    """List the stacks and their differences from their base; with NAME, all facts and sources.
+    """List the stacks and their differences from their base; with NAME, show its facts and sources.
 
     \b
     Example:

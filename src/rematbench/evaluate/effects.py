@@ -28,8 +28,8 @@ GRAPHED = ("none", "layer")
 
 
 def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
-    """The facts, named as in a stack's file, of which another value would change the bytes or
-    seconds of a plan; none if the plan cannot be lowered."""
+    """Those of `facts` (named as in a stack's file) for which another value would change the bytes
+    or seconds of a plan; none if the plan cannot be lowered."""
     try:
         here = [*_numbers(problem, plan)]
     except PlanError:
@@ -72,7 +72,6 @@ def _others(system: System, fact: str) -> Iterator[System]:
 
 
 def _values(fact: str, value: Any) -> list[Any]:
-    """Other values to try for a fact whose value is `value`."""
     if isinstance(value, tuple):
         return [value[::-1]]
     kind = declared(System)[fact].type

@@ -21,8 +21,8 @@ _answers: dict[bytes, list[str]] = {}
 
 
 def unread_facts(problem: Problem) -> dict[str, str]:
-    """The facts of the problem's stack that have no source and that change the prediction of a plan
-    that keeps all activations, each with the reason for its value."""
+    """The facts of the problem's stack without a source, each with the reason for its value. Facts
+    that do not change the prediction of a plan that keeps all activations are left out."""
     sources = problem.system.sources
     assumed = [key for key in FACTS if sources.get(key, "").startswith(ASSUMED)]
     if not assumed:

@@ -460,9 +460,9 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute error of every group of speeds with constants fitted without its source
-    (refits, or the shipped constants if none was fitted to it), over the cells to which the shipped
-    constants were not fitted.  Groups without such cells are left out."""
+    """The mean absolute error of each group of speeds, predicted with constants that were fitted
+    without the group's source (the shipped constants if none was fitted to it). Cells to which the
+    shipped constants were fitted do not count; groups without other cells are left out."""
     found: dict[str, float] = {}
     for group in accuracy.groups:
         if group.metric != SPEED:

@@ -134,7 +134,8 @@ def with_outside(
 
 
 def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
-    """Absolute errors of ln(speed) of published rows under another generation's constants."""
+    """Absolute errors of ln(speed) of published rows, predicted with the constants of another GPU
+    generation."""
     known = ((cell.source, cell.other_log_error) for cell in cells)
     return grouped((source, abs(error)) for source, error in known if error is not None)
 

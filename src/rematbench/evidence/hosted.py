@@ -35,8 +35,8 @@ AT_ONCE = 1e21
 
 
 class HostKind(NamedTuple):
-    """A node of the sheet and the number of its ranks.  Ranks that are not bound to cores share
-    them, so each number of ranks has a rate."""
+    """A kind of node of the sheet, and the number of its ranks. Ranks share the cores of a node
+    unless they are bound to cores, so each number of ranks has a host rate of its own."""
 
     cluster: str
     ranks: int
@@ -74,8 +74,8 @@ def is_update_fitted(row: Row) -> bool:
 
 
 def is_host_fitted(row: Row) -> bool:
-    """Whether a node's `host_other_bytes` is fitted to this row, whose model is then as small as
-    the smallest of the node's rows."""
+    """Whether a node's `host_other_bytes` is fitted to this row: its model is the smallest of the
+    node's rows."""
     return whole(row, "parameters") == _smallest()[node_file(row)]
 
 

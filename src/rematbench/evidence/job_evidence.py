@@ -369,8 +369,8 @@ NO_CLUSTER_SPEED = frozenset(
 
 
 def unlike_shipped(problem: Problem) -> str:
-    """The speed facts and constants in which the problem's cluster differs from the nearest shipped
-    cluster, in words; "" if a shipped cluster has all of them."""
+    """The facts that change the speed, and the constants, in which the problem's cluster differs
+    from the nearest shipped cluster, in words; "" if a shipped cluster has all of them."""
     mine, calibration = problem.cluster, problem.calibration
     own, unlike = _cluster_facts(mine, calibration), {}
     for cluster in rated():

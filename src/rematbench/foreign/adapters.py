@@ -177,7 +177,6 @@ def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -> str:
-    """The format of the quantised weights."""
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
     if method not in ("bnb", "bitsandbytes", "gptq", "awq") and key in BITS:

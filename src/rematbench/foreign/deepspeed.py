@@ -22,7 +22,7 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     reading = Reading(file=file, package="DeepSpeed", system="huggingface-deepspeed")
     read_keys(
         reading, {key: data[key] for key in data if key[:1] != "_"}, "deepspeed"
-    )  # _ begins comments
+    )  # keys with _ first are comments
     for word, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         section = data.get(word)
         if section is not None:

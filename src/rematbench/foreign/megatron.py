@@ -199,9 +199,9 @@ def _supervised(options: Options) -> Options:
 
 
 def _states(reading: Reading, options: Options) -> None:
-    """The bytes and the home of the optimizer's states.  The precision-aware optimizer keeps of
-    the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
-    store_param_remainders), and moments of any type."""
+    """The bytes and the home of the optimizer's states. The precision-aware optimizer keeps only
+    the part of the fp32 copy that a bf16 parameter lacks (megatron-core 0.16.1,
+    optimizer_config.py, store_param_remainders), and moments of any type."""
     wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
     if reading.get("precision") == "fp16" and not wide:  # only bf16 accumulates in fp32 by default
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
@@ -324,7 +324,6 @@ def _layout(reading: Reading, options: Options) -> None:
 
 
 def _attention(reading: Reading, options: Options, script: Script) -> None:
-    """Set the kernel of attention that a line and the environment's variables choose."""
     backend = first_value(options, "attention-backend", "auto")
     no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
     if backend == "auto" and (no_flash or no_fused):

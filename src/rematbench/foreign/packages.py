@@ -74,7 +74,7 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if other.is_file() and other.resolve() not in present:
             present.add(other.resolve())
             merge(whole, read_file(other, environment))
-    if whole.system == "huggingface-deepspeed":  # it converts fp32 adapters
+    if whole.system == "huggingface-deepspeed":  # DeepSpeed converts fp32 adapters
         whole.values.pop("trained_dtype", None)
     adapts = "lora_rank" in whole.values and whole.system == FSDP_SYSTEM
     if adapts and not {"wide_weights", "base_dtype"} & whole.values.keys():

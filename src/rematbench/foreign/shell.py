@@ -327,7 +327,7 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
             joined = "Array" in node or not before
             values = before + values if joined else [*before[:-1], before[-1] + values[0]]
         if sum(map(len, values)) > LONGEST:
-            raise ConfigError(script.file, "", "not a shell command (a variable has no end)")
+            raise ConfigError(script.file, "", "not a shell command (a variable grows without end)")
         script.variables[name] = values
 
 

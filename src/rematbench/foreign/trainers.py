@@ -207,7 +207,7 @@ def merge(reading: Reading, more: Reading) -> None:
     differ."""
     for name, value in more.values.items():
         wins = reading.command and name in reading.values and name != "model"
-        named = name == "model" and more.package == "config.json"  # config.json is that model
+        named = name == "model" and more.package == "config.json"  # config.json describes it
         if reading.values.get(name, value) != value and not named:
             here, there = reading.keys.get(name, name), more.keys.get(name, name)
             problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"

@@ -45,7 +45,8 @@ UNCHECKED = "CHECK"
 """The placeholder that `doctor --write` leaves for the user to fill in."""
 TPU = re.compile(r"\btpu", re.IGNORECASE)
 SPELLING = 0.8
-"""Similarity (difflib's ratio) from which a generation counts as a misspelt known one."""
+"""The similarity (difflib's ratio) from which an unknown generation counts as a misspelt known
+one."""
 PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
     "fp32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
@@ -121,7 +122,6 @@ def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
 
 
 def _check_experts(model: Model, experts: Experts, label: str) -> None:
-    """ConfigError for impossible or unmodelled experts."""
     layers = experts.dense_layers
     contradictions = {
         f"{experts.active} active experts of {experts.count}": experts.active > experts.count,

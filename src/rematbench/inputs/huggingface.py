@@ -215,7 +215,6 @@ class _Reader:
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 
     def _is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         rule = self.known.sparse
         if rule is None:
             return True

@@ -327,8 +327,8 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     """(stack, methods by word) of a published row, from the first stack whose file claims it under
-    `rows`; without a claim, the stack of the row's `system`, and its file's methods if one of the
-    patterns there is for that name."""
+    `rows`. Without a claim, the stack that the row names in `system`, with the methods of that
+    stack's file if one of the file's patterns matches the name."""
     plain, claims = _plain(system), _claimed_rows()
     for stem, claim in claims.items():
         if plain in map(_plain, claim.systems) or (system == claim.system and claim.note in note):

@@ -36,8 +36,8 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that the plan offloads or rebuilds in part at some site,
-    which pieces of mini-sequences cannot be."""
+    """The saved activations of a part that the plan offloads or rebuilds in part at some site.
+    Mini-sequences cannot do so with a piece."""
     return _activations(problem, plan, part, _parted)
 
 
@@ -59,8 +59,8 @@ def _activations(
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The name of a layer's activation whose fate in `base` the `plan` overrides; empty if there is
-    none; "rules" if `plan` changes the rules of its base.  Embedding and head are exempt, because
+    """The name of a layer's activation whose fate in `base` the `plan` overrides; "rules" if `plan`
+    changes the rules of its base; empty if it does neither. Embedding and head are exempt, because
     pieces of the head rebuild the loss on every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
@@ -87,8 +87,8 @@ def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
-    """The base with those of the rules that match a site.  A rule that matches none is an error in
-    lowering, but the base may keep the rule's activations nowhere."""
+    """The base with those of the rules that match a site. A rule without a matching site is an
+    error in lowering, but here it means that the base keeps none of the rule's activations."""
     plan = base.with_rules(*rules)
     if not base.rules:
         return plan

@@ -79,9 +79,9 @@ Number = TypeVar("Number", np.float64, np.bool_)
 
 
 class GroupBounds(LayoutGroup):
-    """Lower bounds of the layouts of a group under every candidate of its registry, from probes,
-    and the trials of its layouts.  `evaluator`: keeps lowered plans for searches on other clusters
-    (None: there are none). `programs`: programs of probes, which groups share."""
+    """Lower bounds for each layout of a group and each candidate of its registry, from probes, and
+    the trials of its layouts. `evaluator`: keeps lowered plans for searches on other clusters
+    (None: no such search follows). `programs`: programs of probes, which groups share."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class GroupBounds(LayoutGroup):
         return self._asked(self._probes, _at_end(candidate, pieces), self.prober)
 
     def floors(self, candidate: Candidate) -> tuple[Facts, Facts] | Refused:
-        """The floors at both ends of a candidate's share; two equal ones for a candidate without a
-        share."""
+        """The lines of stored bytes (`Prober.floor`) at both ends of a candidate's share; two equal
+        ones for a candidate without a share."""
         return _both_ends(candidate, self._floor)
 
     def _floor(self, candidate: Candidate) -> Facts | Refused:
@@ -146,7 +146,7 @@ class GroupBounds(LayoutGroup):
         text: str,
         ask: Callable[[Composition], Reply | Refused],
     ) -> Reply | Refused:
-        """What `ask` returns for the method `text`, which is computed once."""
+        """The reply of `ask` for the method `text`, which is computed once."""
         if text not in known:
             try:
                 known[text] = ask(self.registry.resolve(text, None, self.problem))
@@ -163,9 +163,8 @@ class GroupBounds(LayoutGroup):
     def stored(
         self, candidate: Candidate, ends: tuple[Facts, Facts]
     ) -> tuple[Facts, NDArray[np.float64]]:
-        """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
-        fewest host bytes of a node, [steps of the share, layouts]. `ends`: the facts at both ends
-        of the share."""
+        """A candidate's facts at the shares of the shortest chunks, and the fewest host bytes of a
+        node, [steps of the share, layouts]. `ends`: the facts at both ends of the share."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
         host_bytes = host_bound(self.columns, quick)
@@ -178,8 +177,8 @@ class GroupBounds(LayoutGroup):
         return np.broadcast_to(values, (self.steps(candidate), len(self.choices)))
 
     def rounding_bytes(self, candidate: Candidate) -> Any:
-        """Bytes by which shares and pieces may fall below their lines, because they are whole
-        rows."""
+        """Bytes by which a plan may lie below the candidate's lines, because shares and pieces are
+        rounded to whole rows."""
         cut = candidate.share or candidate.pieces
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
@@ -213,8 +212,8 @@ class GroupBounds(LayoutGroup):
 
     @cached_property
     def kernels_s(self) -> Array:
-        """A first lower bound, in seconds, for the candidate that keeps everything, from operator
-        tables."""
+        """A first lower bound of each layout's step in seconds, for the candidate that keeps every
+        activation, from operator tables alone."""
         return self._kernels_s(any_order=False)
 
     @cached_property
@@ -245,10 +244,10 @@ class GroupBounds(LayoutGroup):
         return np.asarray(found)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """The bytes that a candidate lacks along its share, in any number of pieces, from the bytes
-        that it keeps on the device and copies to the host, and from the transient bytes of the
-        candidate that keeps everything.  None for a candidate without a plan, or if tighter bounds
-        are known."""
+        """Lower bounds of the bytes that a candidate lacks along its share, in any number of
+        pieces. They follow from the bytes that it keeps on the device and copies to the host, and
+        from the transient bytes of the candidate that keeps everything. None for a candidate
+        without a plan, or if tighter bounds are known."""
         if (candidate, 1) in self._bounds:
             return None
         if candidate not in self._shorts:
@@ -439,7 +438,7 @@ class GroupBounds(LayoutGroup):
 def _both_ends(
     candidate: Candidate, ask: Callable[[Candidate], Reply | Refused]
 ) -> tuple[Reply, Reply] | Refused:
-    """What `ask` returns at both ends of a candidate's share; two equal values for a candidate
+    """The replies of `ask` at both ends of a candidate's share; two equal ones for a candidate
     without a share."""
     one = ask(candidate)
     zero = one if candidate.share is None else ask(candidate.without(candidate.share))

@@ -93,7 +93,7 @@ class LayoutGroup:
     @cached_property
     def placed(self) -> list[list[dict[Place, int]]]:
         """For each layout and rank, the numbers of updated parameters by the place of their states.
-        If the method has no plan, there are too many to fit."""
+        Without a plan of the method, a number that is too large to fit."""
         found = []
         for choice in self.choices:
             problem = self.at(choice.layout)
@@ -153,7 +153,8 @@ class LayoutGroup:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that each layout may reserve: without its communicators and the reserve."""
+        """Device bytes that torch may reserve at each layout: those that its communicators and the
+        reserve leave."""
         known: dict[tuple[int, int], int] = {}
         at, reserve_bytes = self.problem, self.reserving(self.problem).reserve_bytes
         for lay in (choice.layout for choice in self.choices):
@@ -186,7 +187,8 @@ class LayoutGroup:
 
     @cached_property
     def wider(self) -> Wider:
-        """`wider_at` of each layout, by rank."""
+        """The seconds of `wider_at`, summed over the chunks of each layout's first, busiest inner
+        and last rank."""
         if not self._wider:
             return AS_PROBED
         found = []

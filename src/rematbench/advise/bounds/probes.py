@@ -63,8 +63,8 @@ class Lowered:
 
 
 Content = tuple[bytes, Sequence[int]]
-"""The key of a lowered program: `same_plan`, and the lowered ranks.  If only the first rank is left
-out, rules that match something there also match it on the second."""
+"""The key of a lowered program: the bytes of `same_plan`, and the lowered ranks. The first rank may
+be left out, because a rule that matches something there also matches it on the second rank."""
 
 
 class Plans(NamedTuple):
@@ -146,7 +146,8 @@ class Small(NamedTuple):
 
 
 class Measured:
-    """A plan of a small problem, of which some ranks are lowered, and its kinds of change."""
+    """A plan of a small problem, lowered for some of the ranks, and the kinds of change that it
+    makes."""
 
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
@@ -314,8 +315,8 @@ class Prober:
         return Facts(line, line, line)
 
     def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
-        """The lines of the bytes that a method stores in a pipeline.  If it copies tensors, the
-        last rank's chunk may keep others when its backward waits, so it has no floor then."""
+        """The lines of the bytes that a method stores in a pipeline. A method that copies tensors
+        has none if the last rank's backward waits, because it may then keep other tensors."""
         unit = unit_of(method)
         sizes = self._sizes(fewest, unit)
         plan = self._planned(method, sizes)
@@ -337,7 +338,6 @@ class Prober:
         return whole(self.dense + fewest, unit)
 
     def _sizes(self, fewest: int, unit: int) -> tuple[int, ...]:
-        """Layers of the ranks of a probe's pipeline."""
         begun = self._begun(fewest, unit)
         return begun, fewest, fewest + unit, whole(min(fewest, 3), unit)
 
@@ -375,7 +375,7 @@ class Prober:
         # A layer waits for the copies of an earlier one once every reload slot is in use.
         layers = moves.reload_slots + 1 if moves.granularity == "layer" else 1
         if fewest < layers:
-            return Refused(f"copies by layer do not repeat yet after {fewest}", layers)
+            return Refused(f"copies by layer do not repeat within {fewest} layers", layers)
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:

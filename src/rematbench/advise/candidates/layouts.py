@@ -114,8 +114,8 @@ def ended(
 
 
 class Space(Struct, frozen=True):
-    """The layouts of a job, and the number of layouts that each rule refused.  `apart`: layouts
-    with stages that the job states and that no bound covers."""
+    """The layouts of a job, and the number of layouts that each rule refused. `apart`: layouts
+    whose stages the job states as text, if no bound covers them."""
 
     choices: tuple[LayoutChoice, ...]
     refused: dict[str, int]
@@ -169,7 +169,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
 
 
 def _dense_between_experts(work: Workload) -> str:
-    """Why a model cannot be searched; empty if it can."""
+    """The reason why a model cannot be searched; empty if it can."""
     model = work.model
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""

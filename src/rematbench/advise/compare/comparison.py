@@ -177,7 +177,6 @@ class Comparison:
             yield candidate, result
 
     def _compositions_on(self, candidate: Contender, result: Result) -> list[Contender]:
-        """The compositions that become possible with this candidate's plan."""
         if result.plan is None or candidate.origin not in ("method", "composition"):
             return []
         if candidate.origin == "method":

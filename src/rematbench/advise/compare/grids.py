@@ -183,7 +183,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:
-    """Whether states and kept tensors, which pieces do not change, exceed the device."""
+    """Whether states and kept tensors, which pieces do not change, exceed the device's memory."""
     assert result.plan is not None
     assert result.evaluation is not None
     kept = resident_bytes(problem, result.plan)

@@ -34,7 +34,8 @@ RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 
 
 class BoundedGroup(Protocol):
-    """What a search needs of a layout group (`GroupBounds`); arrays have an entry per layout."""
+    """The numbers of a layout group that a search reads (`GroupBounds`); arrays have an entry per
+    layout."""
 
     choices: Sequence[LayoutChoice]
     problem: Problem

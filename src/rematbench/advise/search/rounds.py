@@ -97,7 +97,6 @@ class SearchJob(SearchSpace):
 
     @cached_property
     def _layouts(self) -> list[list[LayoutChoice]]:
-        """The layouts of each group."""
         groups: dict[object, list[LayoutChoice]] = defaultdict(list)
         for choice in self.space.choices:
             groups[group_key(choice)].append(choice)

@@ -139,7 +139,7 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     if optimizer.home == "device":
         scratch = system.states.step_scratch_bytes * count
         if system.states.flat_step:
-            scratch = sum(flat_update(plan, system, held).scratch)
+            scratch = sum(flat_update(plan, problem, held).scratch)
         down = nbytes if plan.state("parameter").home == "host" else 0
         update = partial(optimizer_block, nbytes, scratch, down)
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))

@@ -283,9 +283,9 @@ USUAL_HEADS = (64, 128)
 
 
 def _head_dim(name: str, shape: dict[str, int], mlp: str, *, plain: bool) -> int:
-    """The width of a head of a model without a file: its family's, or hidden / heads.  RowError if
-    models of this kind often have heads of another width, and the row does not say `plain_heads`
-    (`plain`), as where the trainer has no others."""
+    """The width of a head of a model without a file: that of its family, or hidden / heads.
+    RowError if models of this kind often have heads of another width, unless the row's words say
+    `plain_heads` (`plain`): heads of the trainer are always hidden / heads wide."""
     if WIDE_HEADS.search(name.lower()) and not plain:
         return WIDE
     width, rest = divmod(shape["hidden"], shape["num_heads"])

@@ -114,8 +114,8 @@ def _answer(
     contender: Contender,
     registry: Registry,
 ) -> StudyAnswer:
-    """The answer of one cell: `blank` with numbers, or with a status and a reason.  `problem`: that
-    of `spec`; LayoutError where there is none."""
+    """The answer of one cell: `blank` with numbers, or with a status and a reason. `problem` makes
+    the problem of `spec`, or raises LayoutError."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
         if question.ask in ("longest", "hidden_from"):
@@ -152,7 +152,8 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 
 
 def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
-    """A simulated run as an answer; a plan that does not fit has the numbers of a larger device."""
+    """A simulated run as an answer. The numbers of a plan that does not fit are those on a larger
+    device."""
     evaluation, plan = result.evaluation, result.plan
     if evaluation is None or plan is None:
         return replace(blank, status=result.status, reason=result.reason)

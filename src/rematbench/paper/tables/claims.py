@@ -104,7 +104,6 @@ def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _agrees(text: str) -> bool | None:
-    """Whether a line's verdict is agreement; None where the line is not comparable."""
     return None if text.startswith("not comparable") else text in (WITHIN, MET)
 
 
@@ -117,7 +116,7 @@ def _short(value: Any) -> str:
 
 
 def _as_printed(text: str) -> str:
-    """A published number as its source prints it; without an exponent."""
+    """A published number as its source prints it, but without an exponent."""
     word, _, value = text.rpartition(" ")
     return f"{word} {_short(value)}".strip() if "e+" in value else text
 

@@ -30,8 +30,8 @@ TABLES = ("gpu_layers", "gpu_ratios")
 BYTES_BAR = 0.005
 """The mean absolute error of allocated bytes that we expected before any measurement."""
 KEEP_BAR = (1.15, 1.26)
-"""The speed over full recomputation that we expected, before any measurement, of methods that keep
-attention at 32K to 128K tokens."""
+"""The range of speeds, relative to full recomputation, that we expected before any measurement from
+methods that keep attention at 32K to 128K tokens."""
 KEEPS = "keep attention"
 
 

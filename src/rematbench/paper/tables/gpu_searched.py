@@ -24,8 +24,8 @@ INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_advice", "gpu_searched")
 
 LOSS_BAR = 0.02
-"""How much longer a step of the search's first plan takes than one of the fastest measured plan, on
-average over jobs and device memories, as we expected before any measurement."""
+"""The share by which we expected, before any measurement, a step of the search's first plan to be
+longer than one of the fastest measured plan, on average over jobs and device memories."""
 
 Row = dict[str, Any]
 

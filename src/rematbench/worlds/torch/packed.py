@@ -20,7 +20,7 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314, appendix E)."""
-PIECES = 64
+PIECES = 32
 """A weight is widened in this many pieces, so that temporaries stay small."""
 BYTE = 255
 
@@ -101,8 +101,16 @@ def _together(codes: Tensor, bits: int) -> Tensor:
     return pairs[:, 0] | pairs[:, 1] << 4
 
 
-def _apart(data: Tensor, bits: int) -> Tensor:
-    return data if bits == 8 else torch.stack([data & 15, data >> 4], 1).view(-1)
+def _values(name: str, packing: Packing, device: torch.device) -> Tensor:
+    """256 x (1 or 2): values of the codes that a byte holds, before their zero is subtracted."""
+    if name.startswith("nf4"):
+        table = torch.tensor(NF4, device=device)
+    else:
+        middle = 0.0 if packing.zeros else float(1 << packing.bits - 1)
+        table = torch.arange(-middle, (1 << packing.bits) - middle, device=device)
+    if packing.bits == 8:
+        return table[:, None]
+    return torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
 
 
 def widen(data: Tensor, name: str, out: Tensor) -> Tensor:
@@ -114,20 +122,17 @@ def widen(data: Tensor, name: str, out: Tensor) -> Tensor:
         wide = _nested(scales, tops.view(torch.float32), packing)
     else:
         wide = scales.view(torch.float16 if packing.scale_bytes == 2 else torch.float32).float()
-    middles = _apart(zeros, packing.bits).float()[: wide.numel()] if packing.zeros else None
-    table = torch.tensor(NF4, device=data.device)
+    table = _values(name, packing, data.device)
+    middles = table[zeros.int()].view(-1, 1)[: wide.numel()] if packing.zeros else None
     each = max(1, wide.numel() // PIECES)
     for first in range(0, wide.numel(), each):
         blocks = slice(first, first + each)
         own = wide[blocks, None]
         start, stop = first * packing.block, (first + own.shape[0]) * packing.block
-        some = _apart(codes[start * packing.bits // 8 : stop * packing.bits // 8], packing.bits)
-        some = _blocks(some, packing.block)
-        if name.startswith("nf4"):
-            values = table[some.int()]
-        else:
-            values = some.float()
-            values.sub_(1 << packing.bits - 1 if middles is None else middles[blocks, None])
+        some = table[codes[start * packing.bits // 8 : stop * packing.bits // 8].int()]
+        values = _blocks(some.view(-1), packing.block)
+        if middles is not None:
+            values.sub_(middles[blocks])
         room = flat[start:stop]
         room.copy_(values.mul_(own).view(-1)[: room.numel()])
     return out
