@@ -40,18 +40,6 @@ def test_adapters_of_a_file_are_options(
     assert read(tmp_path, BASES[base] + more) == (given, [])
 
 
-def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
-    own, refused = read(tmp_path, "swift sft --model m --max_length 512", "run.sh")
-    assert (own["lora_rank"], own["lora_dropout"], refused) == ("8", "0.05", [])
-    line = "swift sft --model m --max_length 512 --torch_dtype bfloat16 --lora_dtype"
-    widths = [read(tmp_path, f"{line} {word}", "run.sh")[0] for word in ("bfloat16", "float32")]
-    assert [one.get("trained_dtype") for one in widths] == [None, "autocast"]
-    line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
-    assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
-    assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
-    assert read(tmp_path, FACTORY)[0]["lora_rank"] == "8"
-
-
 def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     found = {"lora_rank": "64", "lora_targets": "q,v,k,o,gate,up,down"}
     packed = found | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"}
@@ -96,30 +84,6 @@ def test_pefts_file_stands_beside_a_trainers(tmp_path: Path) -> None:
         assert values.get("trained_dtype") == dtype
     peft.write_text('{"peft_type": "IA3", "bias": "all"}')
     assert [line.split(":")[0] for line in read_files([peft]).refused] == ["bias", "peft_type"]
-
-
-def test_swifts_megatron_adapts_over_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Adapters have the model's dtype and fp32 masters, as the stack's other weights."""
-    line = "NPROC_PER_NODE=2 megatron sft --model m --tuner_type lora --lora_rank 32 --packing "
-    line += "true --max_length 512 --target_modules q_proj v_proj --tensor_model_parallel_size 2"
-    own, refused = read(tmp_path, line, "run.sh")
-    assert own == {"lora_rank": "32", "lora_targets": "q,v", "lora_dropout": "0.05"}
-    assert not refused
-
-
-def test_unsloths_command_adapts_all_linears_of_a_4_bit_base(tmp_path: Path) -> None:
-    line = "python unsloth-cli.py --model_name m --load_in_4bit --r 32 --max_seq_length 4096"
-    own, refused = read(tmp_path, line, "run.sh")
-    assert own == {"lora_rank": "32", "base_dtype": "nf4_double", "optimizer_kind": "adam8bit"} | {
-        "trained_dtype": "autocast"
-    }
-    assert not refused
-    assert read_files([tmp_path / "run.sh"]).method == ("full_recompute", {"inputs": "host"})
-
-
-def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
-    deepspeed = "adapter: lora\nlora_r: 8\ndeepspeed: zero2.json\n"
-    assert "trained_dtype" not in read(tmp_path, AXOLOTL + deepspeed)[0]
 
 
 @pytest.mark.parametrize(("base", "more", "words"), TABLES["refused"])
