@@ -6,7 +6,6 @@ cmu-flame/FLAME-MoE, modelscope/ms-swift (examples), lm-sys/FastChat (scripts), 
 (finetune), hiyouga/LLaMA-Factory, huggingface/trl, OpenRLHF, huggingface/nanotron.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ TABLES = tables(__file__)
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
 
 
-@pytest.mark.parametrize(("options", "vocab"), TABLES["vocabularies"])
-def test_gpt_2s_vocabulary_is_the_default_of_its_files(
-    tmp_path: Path, options: str, vocab: int | None
-) -> None:
-    sizes = SIZES.replace("--vocab-size 512", "")
-    assert job(tmp_path, f"x.py {sizes} {options}")[1].values.get("vocab") == vocab
-
-
 @pytest.mark.parametrize(("line", "expected"), TABLES["trainers"])
 def test_a_trainers_command_gives_the_equal_command(
     tmp_path: Path, line: str, expected: str
@@ -35,15 +26,6 @@ def test_a_trainers_command_gives_the_equal_command(
     assert " ".join(made.words) == expected
     assert not reading.refused
     assert not reading.unknown
-
-
-@pytest.mark.parametrize(("options", "attention"), TABLES["flash"])
-def test_megatron_has_flash_attention_in_16_bits(
-    tmp_path: Path, options: str, attention: str | None
-) -> None:
-    made = job(tmp_path, f"pretrain_gpt.py {SIZES} {options}")[0]
-    assert made.options.get("attention") == attention
-    assert "system" in made.options
 
 
 @pytest.mark.parametrize(("name", "homes"), TABLES["names"])
@@ -81,16 +63,6 @@ def test_nanotron_is_read(tmp_path: Path) -> None:
     assert reading.refused == ["parallelism.pp_engine: afab (only 1f1b is modelled)"]
 
 
-@pytest.mark.parametrize(("zero", "expected"), TABLES["homes"])
-def test_homes_of_parameters_and_old_names_of_deepspeed(
-    tmp_path: Path, zero: dict[str, object], expected: str
-) -> None:
-    text = json.dumps({"zero_optimization": {"stage": 3, **zero}})
-    made, reading = job(tmp_path, text, "ds.json")
-    assert expected in " ".join(made.words)
-    assert not reading.unknown
-
-
 @pytest.mark.parametrize(("text", "gpus", "refused"), TABLES["torchtitan"])
 def test_torchtitan_of_each_year(
     tmp_path: Path, text: str, gpus: str | None, refused: bool
@@ -100,14 +72,6 @@ def test_torchtitan_of_each_year(
     table = "" if "[training]" in text else "[training]\nseq_len = 2\n"
     made, reading = job(tmp_path, table + text + degrees, "titan.toml")
     assert (made.options.get("gpus"), bool(reading.refused)) == (gpus, refused)
-
-
-@pytest.mark.parametrize(("text", "words"), TABLES["axolotl"])
-def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str) -> None:
-    base = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\n"
-    reading = job(tmp_path, base + text, "axolotl.yaml")[1]
-    assert not reading.unknown
-    assert words in " ".join(reading.refused)
 
 
 @pytest.mark.parametrize("key", TABLES["harmless"])

@@ -9,7 +9,6 @@ import yaml
 
 from rematbench.foreign.keys import dialect
 from rematbench.foreign.packages import read_files
-from rematbench.inputs.configfile import ConfigError
 from tests.foreign.small_jobs import AXOLOTL, SIZES, SWIFT, TRL, job, small
 from tests.tables import tables
 
@@ -20,11 +19,6 @@ TABLES = tables(__file__)
 def test_a_file_of_another_job_is_refused(tmp_path: Path, base: str, more: Any, word: str) -> None:
     text = small(base, more)
     assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
-
-
-@pytest.mark.parametrize("line", TABLES["commands"])
-def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
-    assert job(tmp_path, line)[1].refused
 
 
 @pytest.mark.parametrize(("more", "zero"), TABLES["switches"])
@@ -49,22 +43,6 @@ def test_a_degree_of_one_is_none(tmp_path: Path, ranks: int, fits: bool) -> None
     lines = [f"x.py {SIZES} --bf16 --num-distributed-optimizer-instances {ranks}"]
     lines += [f"torchrun openrlhf.cli.train_sft --pretrain m --ring_attn_size {ranks}"]
     assert [not job(tmp_path, line)[1].refused for line in lines] == [fits, fits]
-
-
-@pytest.mark.parametrize(("text", "package"), TABLES["packages"])
-def test_a_file_of_a_package_that_is_not_read_is_named(
-    tmp_path: Path, text: str, package: str
-) -> None:
-    with pytest.raises(
-        ConfigError, match=f"a {package} configuration, which is not read|an {package}"
-    ):
-        job(tmp_path, text, "job.yaml")
-
-
-@pytest.mark.parametrize("option", TABLES["megatron"])
-def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
-    reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
-    assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
 
 
 def test_a_model_type_makes_no_file_a_model(tmp_path: Path) -> None:
@@ -93,12 +71,6 @@ def test_variables_of_a_model_zoo_file_are_named_or_given(tmp_path: Path) -> Non
     assert yaml.safe_load(made.files["run-model.yaml"])["vocab"] == 128256
     reading = read_files([tmp_path / "model.yaml"], {"TP": "2"})
     assert (reading.values["tp"], reading.unknown) == (2, [])
-
-
-@pytest.mark.parametrize(("line", "word"), TABLES["recipes"])
-def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{word}.*not read"):
-        job(tmp_path, line)
 
 
 PLACES = {

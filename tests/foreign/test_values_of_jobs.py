@@ -10,7 +10,7 @@ import yaml
 from rematbench.foreign.job import FileJob
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_model, load_system
-from tests.foreign.small_jobs import AXOLOTL, SIZES, TITAN, TRL, facts, job, small
+from tests.foreign.small_jobs import SIZES, TRL, facts, job, small
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -43,37 +43,6 @@ def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: st
         assert [optimizer in line for line in refused] == ([] if more else [True])
 
 
-@pytest.mark.parametrize(("options", "expected"), TABLES["state_types"])
-def test_states_of_megatron_have_the_types_of_the_line(
-    tmp_path: Path, options: str, expected: list[int | None]
-) -> None:
-    stack = facts(job(tmp_path, f"x.py {SIZES} --bf16 --use-distributed-optimizer {options}")[0])
-    assert [stack.get("grad_bytes"), stack.get("optimizer_bytes")] == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), TABLES["torchtitan"])
-def test_states_of_torchtitan_have_the_types_of_the_file(
-    tmp_path: Path, text: str, expected: dict[str, int]
-) -> None:
-    stack = facts(job(tmp_path, TITAN + text, "titan.toml")[0])
-    assert {key: stack.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(("more", "modelled"), TABLES["logits"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_logits_of_tensor_parallel_ranks_are_divided(
-    tmp_path: Path, tp: int, more: str, modelled: bool
-) -> None:
-    text = f"{TITAN}[parallelism]\ntensor_parallel_degree = {tp}\n{more}"
-    assert (not job(tmp_path, text, "t.toml")[1].refused) == (modelled or tp == 1)
-
-
-@pytest.mark.parametrize(("more", "named"), TABLES["masks"])
-def test_a_large_mask_of_megatrons_loader_is_named(tmp_path: Path, more: str, named: int) -> None:
-    notes = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 --seq-length {more}")[1].notes
-    assert sum("GiB" in note for note in notes) == named
-
-
 @pytest.mark.parametrize(("base", "default"), [("AXOLOTL", True), ("FACTORY", True), ("TRL", None)])
 @pytest.mark.parametrize(("word", "given"), [("true", True), ("false", None), ("", "default")])
 @pytest.mark.parametrize("version", [1, 2])
@@ -86,15 +55,6 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
     assert stack.get("reentrant") == (expected if version == 1 else None)
     assert stack.get("waiting_frees") == (2 if version == 1 else None)
-
-
-@pytest.mark.parametrize(("options", "partition"), TABLES["stages"])
-def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
-    sizes = SIZES.replace("-layers 4", "-layers 7")
-    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
-    assert job(tmp_path, line)[0].options["partition"] == partition
-    with pytest.raises(ConfigError, match="do not divide"):
-        job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
 
 
 @pytest.mark.parametrize(("options", "partition"), TABLES["chunks"])
@@ -141,41 +101,12 @@ def test_context_parallelism_takes_a_stack_that_has_it(
         assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
 
 
-@pytest.mark.parametrize(("backend", "cluster", "kernel"), TABLES["transformer_engine"])
-def test_transformer_engine_prefers_cudnn_from_hopper_on(
-    tmp_path: Path, backend: str, cluster: str | None, kernel: str | None
-) -> None:
-    before, after = ("", backend) if backend.startswith("--") else (f"export {backend}\n", "")
-    line = f"{before if backend else ''}x.py {SIZES} --bf16 {after}"
-    made = job(tmp_path, line, cluster=cluster)[0]
-    assert facts(made).get("attention") == kernel
-    assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
-
-
 @pytest.mark.parametrize(("base", "more", "pieces"), TABLES["losses"])
 def test_a_loss_without_logits_divides_the_head(
     tmp_path: Path, base: str, more: Any, pieces: bool
 ) -> None:
     method = job(tmp_path, small(base, more), "job.yaml")[0].method
     assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
-
-
-@pytest.mark.parametrize(("text", "method"), TABLES["tiles"])
-def test_tiles_of_an_mlp_are_computed_again(tmp_path: Path, text: str, method: str) -> None:
-    made = job(tmp_path, AXOLOTL + text, "job.yaml")[0]
-    assert made.method == f"full_recompute{'+' if method else ''}{method}"
-    assert facts(made).get("tiles_again", False) is bool(method)
-
-
-ALLOC, GROWS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-
-
-@pytest.mark.parametrize(("before", "states"), TABLES["environment"])
-def test_variables_of_the_environment_state_facts(
-    tmp_path: Path, before: str, states: bool
-) -> None:
-    made = facts(job(tmp_path, f"{before}x.py {SIZES} --bf16")[0])
-    assert made.get("expandable_segments", False) is states
 
 
 @pytest.mark.parametrize("pair", [*combinations(TABLES["switches"], 2)])
@@ -188,16 +119,6 @@ def loads(folder: Path, made: FileJob) -> None:
     for name, text in made.files.items():
         (folder / name).write_text(text)
         (load_system if "stack" in name else load_model)(folder / name)
-
-
-@pytest.mark.parametrize(("options", "scope", "refused"), TABLES["graphs"])
-def test_graphs_of_a_line_are_a_choice_of_the_run(
-    tmp_path: Path, options: str, scope: str | None, refused: str
-) -> None:
-    _, reading = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 {options}\n")
-    assert reading.get("cuda_graphs") == scope
-    assert [line.startswith(refused) for line in reading.refused] == [True] * bool(refused)
-    assert not reading.unknown
 
 
 @pytest.mark.parametrize("options", TABLES["options"])
