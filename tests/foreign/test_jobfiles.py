@@ -240,14 +240,3 @@ def test_limits_of_zero_3_are_facts_of_the_stack(
     reading = read_files([path])
     base = load_system(reading.system)
     assert {k: v for k, v in reading.facts.items() if flat(base)[k] != v} == facts
-
-
-@pytest.mark.parametrize(("text", "degree"), TABLES["replicas"])
-def test_replicas_of_shards_are_a_sharding_degree(
-    tmp_path: Path, text: str, degree: str | None
-) -> None:
-    path = tmp_path / "titan.toml"
-    path.write_text(text + '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n')
-    reading = read_files([path])
-    made = file_job(reading, {}, "", "titan")
-    assert made.options.get("shard_degree") == degree

@@ -3,7 +3,13 @@
 A title of the table has the start of its texts, then rows. A row has the rest of its `text`, the
 `files` beside it and what is expected. `options`, `facts` of the written stack, `model`, `values`
 and `read` are compared key by key (null: absent). Each of `words`, `refused` and `notes` stands in
-a line ([]: there is no line), and what is `absent` stands nowhere. `error` stops the reading.
+a line ([]: there is no line), and what is `absent` stands nowhere. `command` is the whole equal
+command; `error` stops the reading.
+
+The forms of the scripts are those of public ones: NVIDIA/Megatron-LM (examples),
+bigscience-workshop/bigscience (train/*.slurm), microsoft/Megatron-DeepSpeed (examples/MoE),
+cmu-flame/FLAME-MoE, modelscope/ms-swift (examples), lm-sys/FastChat (scripts), QwenLM/Qwen
+(finetune), hiyouga/LLaMA-Factory, huggingface/trl, OpenRLHF, huggingface/nanotron.
 """
 
 from collections.abc import Mapping
@@ -57,5 +63,6 @@ def test_a_job_is_read_as_what_it_is(tmp_path: Path, start: str, row: dict[str, 
         words = row.get(part)
         assert words != [] or not lines
         assert all(any(word in line for line in lines) for word in words or ()), lines
+    assert row.get("command", texts["words"][0]) == texts["words"][0]
     said = "\n".join(line for lines in texts.values() for line in lines)
     assert not [word for word in row.get("absent", ()) if word in said]

@@ -21,14 +21,6 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, base: str, more: Any, 
     assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
 
 
-@pytest.mark.parametrize(("more", "zero"), TABLES["switches"])
-def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
-    (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
-    line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"
-    made, reading = job(tmp_path, line)
-    assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
-
-
 def test_a_file_is_read_at_its_path_before_its_name(tmp_path: Path) -> None:
     (tmp_path / "ds").mkdir()
     for stage, folder in ((2, tmp_path), (3, tmp_path / "ds")):
@@ -48,17 +40,6 @@ def test_a_degree_of_one_is_none(tmp_path: Path, ranks: int, fits: bool) -> None
 def test_a_model_type_makes_no_file_a_model(tmp_path: Path) -> None:
     plain = job(tmp_path, AXOLOTL, "job.yaml", gpus=8)[0]
     assert job(tmp_path, AXOLOTL + "model_type: LlamaForCausalLM", "job.yaml", gpus=8)[0] == plain
-
-
-@pytest.mark.parametrize(("text", "stage", "refused"), TABLES["fsdp"])
-def test_words_and_section_of_fsdp_are_one_strategy(
-    tmp_path: Path, text: str, stage: str, refused: str
-) -> None:
-    (tmp_path / "here.json").write_text(json.dumps({"activation_checkpointing": True}))
-    made, reading = job(tmp_path, TRL.replace("ing: true", "ing: false") + text, "job.yaml")
-    assert made.options["zero_stage"] == stage
-    assert any(refused in line for line in reading.refused) == bool(refused)
-    assert made.method == ("full_recompute" if "here" in text else "keep_all")
 
 
 def test_variables_of_a_model_zoo_file_are_named_or_given(tmp_path: Path) -> None:

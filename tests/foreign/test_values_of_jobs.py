@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from rematbench.foreign.job import FileJob
-from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_model, load_system
 from tests.foreign.small_jobs import SIZES, TRL, facts, job, small
 from tests.tables import tables
@@ -55,16 +54,6 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
     assert stack.get("reentrant") == (expected if version == 1 else None)
     assert stack.get("waiting_frees") == (2 if version == 1 else None)
-
-
-@pytest.mark.parametrize(("options", "partition"), TABLES["chunks"])
-def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str) -> None:
-    layers = 2 if "E" in partition else 6
-    sizes = SIZES.replace("-layers 4", f"-layers {layers}")
-    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline"
-    assert partition in job(tmp_path, f"{line}-rank 2 {options}")[0].options.values()
-    with pytest.raises(ConfigError, match="do not divide over 2 stages of 2 chunks"):
-        job(tmp_path, f"{line}-rank 2 --decoder-first-pipeline-num-layers 3")
 
 
 HUB = {"deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite", "Qwen/Qwen3-8B-FP8": None}
