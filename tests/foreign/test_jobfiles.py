@@ -54,7 +54,7 @@ def test_a_value_that_a_launch_line_replaces_is_named(tmp_path: Path) -> None:
     )
     notes = " ".join(read_files([tmp_path / "ds.json", tmp_path / "run.sh"]).notes)
     assert "train_batch_size: 32, but" in notes
-    assert "--global-batch-size: 64, which is taken" in notes
+    assert "--global-batch-size: 64, which is used" in notes
 
 
 @pytest.mark.parametrize(("text", "note"), TABLES["packings"])

@@ -468,5 +468,5 @@ def with_facts(system: System, **facts: Any) -> System:
     """A copy of the stack in which some facts, named as in files, have other values; TypeError for
     an unknown name."""
     if unknown := facts.keys() - {*FACTS}:
-        raise TypeError(f"no facts of a stack: {', '.join(sorted(unknown))}")
+        raise TypeError(f"unknown facts of a stack: {', '.join(sorted(unknown))}")
     return made(System, {**flat(system), **facts})
