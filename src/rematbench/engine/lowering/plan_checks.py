@@ -47,7 +47,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     refusals = (
         passes_refusal(plan, lay, problem.system, problem.workload.model),
         slices_refusal(plan, problem.system, lay, problem.workload, problem.attention),
-        vocabulary_refusal(plan, lay, problem.system, problem.workload),
+        vocabulary_refusal(plan, lay, problem.workload),
         graph_conflict(plan, problem),
         completed_after_backward(problem) if early else "",
     )
