@@ -306,9 +306,6 @@ def test_uneven_stages_are_printed_and_not_run() -> None:
     assert any("5 layers in pp x vpp" in line for line in answer.not_run)
 
 
-END_WORDS = ("decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2")
-
-
 @pytest.mark.parametrize(("sizes", "layout", "words"), TABLES["partitions"])
 def test_every_partition_has_options(
     sizes: list[int], layout: dict[str, int], words: list[str]
