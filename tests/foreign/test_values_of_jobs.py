@@ -26,6 +26,17 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("options", "settings", "base", "refused"), TABLES["recomputed"])
+def test_full_recomputation_of_megatron_is_read(
+    tmp_path: Path, options: str, settings: list[str], base: str, refused: str
+) -> None:
+    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 {options}")
+    assert [*made.settings] == settings
+    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
+    assert stack.get("base", made.options["system"]) == base
+    assert [refused in line for line in reading.refused] == [True] * bool(refused)
+
+
 @pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
 def test_weights_have_the_type_that_the_job_gives(
     tmp_path: Path, base: str, more: Any, wide: Any
