@@ -1,11 +1,11 @@
 """full_recompute: keep the inputs of groups of layers and recompute whole layers in the backward.
 
-Claim: activations fall to one tensor per group, for one more forward pass.
-Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
-`--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
-selective checkpointing of whole layers (`selective_ac_option: N`); inputs on the host: DeepSpeed's
-`cpu_checkpointing` (Rasley et al. 2020), which long-context recipes also have.
-Deviations: groups never cross a chunk (as in Megatron); the random state of attention is not
+Claim: activations shrink to one tensor per group, for one more forward pass.
+Source: Chen et al. 2016 (arXiv 1604.06174); Megatron-LM's `--recompute-granularity full` with
+`--recompute-method uniform|block` and `--recompute-num-layers N`. `every` is torchtitan's selective
+checkpointing of whole layers (`selective_ac_option: N`). Inputs on the host are DeepSpeed's
+`cpu_checkpointing` (Rasley et al. 2020), which is also used for long contexts.
+Deviations: groups never cross a chunk (as in Megatron-LM); the random state of attention is not
 counted.
 """
 
@@ -31,10 +31,10 @@ from rematbench.solve.recompute_modules import (
 
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`uniform`: each chunk is cut into groups of `num_layers`, which are rebuilt from their first
-    input. `block`: only the first `num_layers` layers of each chunk are rebuilt, each as a group.
-    `every` n: only every n-th layer of the model is rebuilt, as a group (uniform, one layer).
-    `layers`: only these layers (`0-5,20`) are, each as a group. `inputs` host: the inputs of groups
+    """`method` uniform: each chunk is split into groups of `num_layers`, which are rebuilt from
+    their first input. `method` block: only the first `num_layers` layers of each chunk are rebuilt,
+    each as a group. `every` n: only every n-th layer of the model is rebuilt, as a group. `layers`:
+    only these layers (`0-5,20`) are rebuilt, each as a group. `inputs` host: the inputs of groups
     leave the device after the next layer's forward, and return one layer before their backward."""
 
     name: ClassVar[str] = "full_recompute"

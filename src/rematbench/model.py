@@ -119,7 +119,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
     @property
     def picked(self) -> int:
-        """Rows that a token reads in one layer."""
+        """Rows of the table that a token reads in one layer."""
         return self.heads * self.top
 
     def matrix_parameters(self, hidden: int) -> int:

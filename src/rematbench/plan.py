@@ -65,11 +65,11 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """The communication behind which recomputation is hidden: a collective of operator `op` in
-    `direction`, `layer_offset` layers before the consumer, or the pipeline's receive or send."""
+    """The communication behind which recomputation is hidden: a collective of operator `op` in the
+    backward, `layer_offset` layers before the consumer, or the pipeline's receive."""
 
     op: str
-    direction: Literal["forward", "backward", "before_recv", "before_send"]
+    direction: Literal["backward", "before_recv"]
     layer_offset: int = 0
 
 

@@ -244,9 +244,9 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.model.experts is None:
             return ""
         if self.expert_padding == "capacity":
-            return f"every expert is sent {self.capacity_factor:g} times the balanced tokens"
+            return f"every expert gets {self.capacity_factor:g} times its balanced share of tokens"
         most = f", {self.capacity_factor:g} times at most" if self.capacity_factor else ""
         if self.imbalance == 1.0:
             return f"experts balanced{most}"
-        factor = f"{self.imbalance:g} times the balanced tokens"
+        factor = f"{self.imbalance:g} times their balanced share of tokens"
         return f"experts of the worst rank receive {factor}{most}"

@@ -86,6 +86,25 @@ def drawn(
     return found
 
 
+def test_one_bound_holds_for_every_exchange_and_place_of_states() -> None:
+    """Of groups that are alike, whose layouts are among those of the plain group."""
+    spec = Job(
+        model="qwen3-30b-a3b", cluster="h100-80gb", system="megatron-core-2026", gpus=16,
+        seq_len=4096, global_batch=64,
+    )  # fmt: skip
+    seen = 0
+    for each in SearchJob(SearchRequest(spec=spec)).search().alike[::40]:
+        plain, *others = (make() for make in each.makers)
+        layouts = {choice.layout for choice in plain.choices}
+        for group in others:
+            assert layouts >= {choice.layout for choice in group.choices}
+            for any_order in (False, True):
+                least_s = plain.kernels_s(any_order=any_order, alike=True).min()
+                assert 0.0 < least_s <= group.kernels_s(any_order=any_order).min() * ROUNDING
+            seen += 1
+    assert seen > 10
+
+
 def _candidates(made: SearchJob) -> list[Candidate]:
     known = [*made.variants, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
@@ -124,7 +143,7 @@ def _checked(
         more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
-        float(own.kernels_s[0]) / found.step_s,
+        float(own.kernels_s()[0]) / found.step_s,
         _before_s(own, candidate) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,

@@ -18,7 +18,7 @@ from rematbench.advise.search.best_first import MemoryRules, Search
 from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.queue import OpenLayout, QueueEntry
 from rematbench.advise.search.request import SearchRequest
-from rematbench.advise.search.rounds import SearchJob
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
@@ -40,8 +40,8 @@ from tests.everything import (
 def groups() -> Iterator[tuple[GroupBounds, Search]]:
     made = SearchJob(asked(seq_len=16384))
     search = made.search()
-    for bounds in search.groups:
-        yield bounds, search
+    for each in search.alike:
+        yield from ((make(), search) for make in each.makers)
 
 
 def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:
@@ -173,6 +173,19 @@ def drawn(seed: int) -> SearchRequest:
     only = (f"{OURS}:size=20000000", *draw.sample(METHODS, 2))
     fixed = Fixed(tp=1, cp=1, pp=pp, vpp=1, micro_batch=1)
     return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
+
+
+def test_without_a_host_rate_states_in_pieces_take_the_middle_of_known_rates() -> None:
+    spec = Job(
+        model="gpt-1.3b", cluster="h100-80gb", system="megatron-core", gpus=2, seq_len=2048,
+        global_batch=4, hbm_bytes=16 * GIB,
+    )  # fmt: skip
+    only, fixed = (f"{OURS}:visiting=0.5,share=1", "keep_all"), Fixed(tp=1, micro_batch=1)
+    made = SearchJob(SearchRequest(spec=spec, only=only, fixed=fixed)).ready()
+    best, *_ = made.completed(in_one_process(made.search(), most_work=1000)[0])
+    assert OURS in best.method
+    assert best.error_band is not None
+    assert "host rate" in best.error_band.outside
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,17 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
     assert count == model.hidden * (2 * model.num_layers + 1)
 
 
+def test_weights_that_train_beside_adapters_are_copies() -> None:
+    """PEFT keeps the frozen embedding and head too; alone they train in place."""
+    ends = {"trained_parts": "embedding,head"}
+    held = [
+        rank_parameters(given, given.base_plan, 0)
+        for given in (made(lora_rank=RANK), made(lora_rank=RANK, **ends), made(), made(**ends))
+    ]
+    assert held[1] - held[0] == 2 * 128256 * 4096
+    assert held[3] == held[2]
+
+
 @pytest.mark.parametrize(
     ("facts", "words"),
     [

@@ -193,7 +193,7 @@ def test_layers_that_predict_more_tokens_are_read(tmp_path: Path, depth: int) ->
 
 
 def test_a_command_that_names_another_file_points_to_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama\.toml, which is not beside it"):
+    with pytest.raises(ConfigError, match=r"llama\.toml, which was not found"):
         job(tmp_path, "torchrun train.py --job.config_file ./x/llama.toml")
 
 

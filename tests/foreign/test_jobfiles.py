@@ -54,7 +54,7 @@ def test_a_value_that_a_launch_line_replaces_is_named(tmp_path: Path) -> None:
     )
     notes = " ".join(read_files([tmp_path / "ds.json", tmp_path / "run.sh"]).notes)
     assert "train_batch_size: 32, but" in notes
-    assert "--global-batch-size: 64, which is taken" in notes
+    assert "--global-batch-size: 64, which is used" in notes
 
 
 @pytest.mark.parametrize(("text", "note"), TABLES["packings"])
@@ -104,7 +104,7 @@ def test_latent_attention_is_read_from_a_launch_line(tmp_path: Path) -> None:
     assert (made.model["head_dim"], made.model["num_kv_heads"]) == (192, 4)
     assert not made.model["qk_norm"]
     file.write_text(f"pretrain_gpt.py {shape} {words}", encoding="utf-8")
-    assert any("without norms" in line for line in read_files([file]).refused)
+    assert any("only with --qk-layernorm" in line for line in read_files([file]).refused)
 
 
 def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:

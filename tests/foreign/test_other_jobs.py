@@ -328,7 +328,7 @@ def test_files_that_a_file_names_are_found_by_one_rule(
 
 
 def test_a_sourced_script_that_is_nowhere_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sources /models/m\.sh, which is not beside it"):
+    with pytest.raises(ConfigError, match=r"sources /models/m\.sh, which was not found"):
         job(tmp_path, 'source "${D}/models/m.sh"\ntorchrun train.py ${MODEL_ARGS[@]}')
     assert "models/m.sh" in "".join(job(tmp_path, f"source models/m.sh\nrun {SIZES}")[1].notes)
 

@@ -72,7 +72,7 @@ WORKFLOW = (
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
 the help mention.  Only --help-all lists them."""
 GROUP = "baseline"
-GROUP_HELP = "Real packages: list, run, predict."
+GROUP_HELP = "List, run and predict real packages."
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
     "search": "rematbench.advise.search.rounds",

@@ -137,11 +137,11 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     steps: Annotated[
         int, Option(min=1, help="Number of steps to check (loss, gradients, bytes).")
     ] = 2,
-    warmup: Annotated[int, Option(min=1, help="On GPUs: untimed warm-up steps.")] = 1,
+    warmup: Annotated[int, Option(min=1, help="Untimed warm-up steps (GPUs only).")] = 1,
     timed_steps: Annotated[
-        int, Option(min=0, help="On GPUs: number of timed steps.")
+        int, Option(min=0, help="Number of timed steps (GPUs only).")
     ] = TIMED_STEPS,
-    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
+    device: Annotated[Device | None, Option(help="Device (default: cuda if available).")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     rank: Rank = None,

@@ -37,7 +37,7 @@ def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign
 def run_cells(
     suite: SUITE,
     store: STORE,
-    bundle: Annotated[str, Option(metavar="NAME", help="Bundle: METHOD.NODESxGPUS.PART.")],
+    bundle: Annotated[str, Option(metavar="NAME", help="The bundle: METHOD.NODESxGPUS.PART.")],
     output: Annotated[
         Path, Option("-o", "--output", metavar="DONE.json", help="The bundle's manifest.")
     ],
@@ -86,7 +86,7 @@ def cells(
 ) -> None:
     """Show how far a measurement has got: every cell and its state.
 
-    With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
+    With -o, each cell becomes a row of a sheet, with its status and its numbers, measured and
     simulated; only GPU runs have times.  With --again, the records of finished cells are deleted so
     that the next run executes them again, for example after a repair of the nodes, which no record
     shows.  Their bundles' manifests and executed.csv, next to the store, are deleted too.

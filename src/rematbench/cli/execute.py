@@ -39,7 +39,7 @@ def execute(  # noqa: PLR0913, PLR0917  # every option is a parameter
     against: Annotated[
         str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
     ] = "",
-    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
+    device: Annotated[Device | None, Option(help="Device (default: cuda if available).")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     json: Json = False,

@@ -183,7 +183,7 @@ def _with_options(
     further: Iterable[inspect.Parameter],
     gathered: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """The command with further options, which it receives `gathered` as its first argument."""
+    """The command with further options. Its first argument is `gathered` of their values."""
     options = list(further)
 
     @wraps(command)
@@ -204,7 +204,7 @@ def _with_options(
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """An option; `default` is empty (of dataclasses or of inspect) where there is none."""
+    """An option as a parameter; `default` may be the empty mark of dataclasses or of inspect."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 
@@ -297,7 +297,6 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
 
 
 def _words(options: RunOptions) -> Iterator[str]:
-    """The options of a run that are not facts of a Job, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:

@@ -37,14 +37,16 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
         list[str] | None,
         Option(
             metavar="X",
-            help="Only this method and its compositions (repeatable); optimizer_offload also tries "
-            "states on the host, with all methods or the named ones.",
+            help="Try only this method and its compositions (repeatable); optimizer_offload also "
+            "tries states on the host, with all methods or the named ones.",
         ),
     ] = None,
     methods: Methods = None,
     engine: Annotated[
         str,
-        Option(metavar="E", help="Only plans that this package can run (`ours`: our executor)."),
+        Option(
+            metavar="E", help="Search only plans that this package runs (`ours`: our executor)."
+        ),
     ] = "",
     reserve_gib: Annotated[
         float | None,

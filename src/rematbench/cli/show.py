@@ -122,7 +122,7 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
 
 
 def _band_values(result: Result) -> dict[str, Any] | None:
-    """A band's ends in tokens/s/GPU, and what lies outside of published rows."""
+    """The ends of a band in tokens/s/GPU, and the job's properties outside of published rows."""
     if result.band is None or result.error_band is None:
         return None
     low, high = result.band

@@ -48,8 +48,8 @@ def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
 
 
 def _numbers(problem: Problem, plan: Plan) -> Iterator[bytes]:
-    """The numbers of a plan as JSON, in which two unknown times are equal: bytes first, because
-    they need no simulation."""
+    """Yield the numbers of a plan as JSON, in which unknown times are equal: first the bytes, which
+    need no simulation."""
     yield encode(SINGLE_EVALUATOR.lowered(problem, plan).ranks)
     found = evaluate(problem, plan)
     yield encode((found.step_s, found.reserved_bytes, found.host_node_bytes))

@@ -144,7 +144,7 @@ def speed(problem: Problem, step_s: float) -> Speed:
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
-    """Evaluate a plan at the chunk level, without the allocator.  Can be a problem's evaluator."""
+    """Evaluate a plan at the chunk level, without the allocator."""
     return evaluate_program(problem, plan, lower(plan, problem))
 
 

@@ -413,8 +413,8 @@ def at_middle_rate(result: Result) -> Result:
 
 
 def told_fragmented(result: Result) -> Result:
-    """Return the result, with another status and reason if it is out of memory only by its
-    allocator's fragmentation, or only unless experts with a capacity drop tokens."""
+    """Return the result. Its status and reason change if only the allocator's fragmentation keeps
+    the plan from fitting, or if it fits once experts with a capacity drop tokens."""
     plan, evaluation, verdict = result.plan, result.evaluation, result.verdict
     if result.status != "oom" or plan is None or evaluation is None or verdict is None:
         return result

@@ -44,7 +44,7 @@ class _Uses:
         return late
 
     def late(self, clock: VectorClock, *, write: bool) -> str:
-        """The name of a stream whose earlier, conflicting use may still run; "": no stream."""
+        """The stream on which an earlier, conflicting use may still run; empty if none."""
         earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
         return next((STREAMS[other] for other, at in earlier if clock[other] < at), "")
 

@@ -73,7 +73,7 @@ def _unread_network(problem: Problem) -> str:
         return ""
     rate = f"{cluster.node_network_bytes_per_s / 1e9:g} GB/s a node"
     asked = "give nics_per_node and nic_bytes_per_s in a file of the cluster"
-    longer = f"a step is {there_s / here_s - 1.0:.0%} longer at half of it"
+    longer = f"a step is {there_s / here_s - 1.0:.0%} longer at half this rate"
     return f"network of {rate} assumed: {longer} ({asked})" if here_s > 0 else ""
 
 

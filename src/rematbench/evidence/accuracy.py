@@ -90,7 +90,7 @@ def load_accuracy() -> Accuracy:
     for group in found.groups:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
-                raise ConfigError(label, f"{group.name}: {name}", "missed without a reason")
+                raise ConfigError(label, f"{group.name}: {name}", "a missed target needs a reason")
     return found
 
 
@@ -100,7 +100,7 @@ def of_sheet(rows: Iterable[Row], sheet: Sheet) -> list[Row]:
 
 
 def members(group: Group, rows: Sequence[Row]) -> list[Row]:
-    """The scored cells of a group in its sheet."""
+    """The rows of a group's sheet that count in the group's score."""
     own = of_sheet(rows, group.sheet)
     if group.without_refused:
         own = [row for row in own if row.get("pred_status") not in ("unsupported", "failed")]
@@ -161,7 +161,7 @@ def missed_oom(rows: Sequence[Row]) -> int:
 
 
 def false_oom(rows: Sequence[Row]) -> int:
-    """Number of cells published with a result and not predicted to fit."""
+    """Number of cells that were published with a result but are not predicted to fit."""
     return sum(row["status"] == "ok" and row["pred_status"] != "ok" for row in rows)
 
 

@@ -43,7 +43,8 @@ class HostKind(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """Seconds of all forwards and of all backwards of a step, and of the step."""
+    """The seconds that a step spends in all of its forwards and in all of its backwards, and the
+    seconds of the step."""
 
     forward_s: float
     backward_s: float
@@ -57,7 +58,7 @@ class Phases(NamedTuple):
 
 @cache
 def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
-    """The rows of named nodes, each with its case."""
+    """The rows of HOSTED whose node has a cluster file, each with its case."""
     registry = discover()
     return tuple((row, read_case(row, registry)) for row in committed(HOSTED) if row["cluster"])
 

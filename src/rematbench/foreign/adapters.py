@@ -173,7 +173,7 @@ def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
     words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
     found = [PARTS.get(str(word).strip("'\" "), "") for word in words]
     if not all(found):
-        reading.refused.append(f"{key}: only {', '.join(PARTS)} are modelled beside adapters")
+        reading.refused.append(f"{key}: only {', '.join(PARTS)} can train in addition to adapters")
     elif found:
         reading.put("trained_parts", ",".join(dict.fromkeys(found)), key)
 

@@ -80,7 +80,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
-    _device_map(reading, script, words)
+    _variables_of_swift(reading, script, words)
     if micro is not None:  # verl counts all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
@@ -210,12 +210,16 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
 
 
-def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
-    """Refuse more visible devices than processes: ms-swift's command then spreads the layers over
-    all of them (swift/utils/torch_utils.py, get_device_map)."""
+def _variables_of_swift(reading: Reading, script: Script, words: list[str]) -> None:
+    """Refuse what variables say to ms-swift's command: more visible devices than processes, over
+    which it then spreads the layers (swift/utils/torch_utils.py, get_device_map), and another
+    sequence parallelism than Ulysses (swift/trainers/sequence_parallel/__init__.py)."""
     visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
     processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
     own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
     if own and len(visible) > int(processes):
         text = f"{len(visible)} devices for NPROC_PER_NODE={processes} split layers (device_map)"
         reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, which is not modelled")
+    kind = " ".join(script.variables.get("SEQUENCE_PARALLEL_IMPL", []))
+    if own and "ulysses" in reading.values and kind not in ("", "ulysses"):
+        reading.refused.append(f"SEQUENCE_PARALLEL_IMPL: {kind} is not modelled (only ulysses)")

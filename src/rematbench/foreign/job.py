@@ -77,7 +77,9 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
     describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
-    unread = reading.files and "zero_stage" not in values  # a file that is not here has the stage
+    for named in reading.files if "zero_stage" not in values else ():
+        text = f"give it as a further FILE after {reading.file}, or --zero"
+        reading.refused.append(f"{named} is not here, and may say how states are sharded: {text}")
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
@@ -100,7 +102,6 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
     options |= _rest(values)
     missing = tuple(key for key in LEADING if key not in options)
-    missing += ("zero",) if unread else ()
     return FileJob(method=name, settings=settings, options=options, files=files, missing=missing)
 
 
@@ -125,8 +126,8 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
-    """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage (as numbers where every stage has some), and whether there is a shared expert."""
+    """Derive values that depend on the model, even if only its name is given: chunks, the layers of
+    each stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
         stages = read_stages(values["stages"])
         values["vpp"] = max(1, len(stages) // values.get("pp", 1))
@@ -143,7 +144,7 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         model = load_model(str(values["model"]))
         layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
     if values.get("shared_overlap") and shared:
-        text = "a shared expert beside the dispatch is not modelled"
+        text = "a shared expert that runs during the dispatch is not modelled"
         reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
     if not layers:
         keys = ", ".join(reading.keys[name] for name in sorted(present))
@@ -335,9 +336,12 @@ def _system(
         facts["bucket_bytes"] = values["bucket_elements"] * width
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
-    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
-    if moves and "activation_offload" not in shipped["features"]:
-        changed["features"] = [*shipped["features"], "activation_offload"]
+    used = {
+        "activation_offload": (reading.method or ("", {}))[1].get("inputs") == "host",
+        "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
+    }
+    if more := [name for name in used if used[name] and name not in shipped["features"]]:
+        changed["features"] = [*shipped["features"], *more]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"

@@ -275,7 +275,7 @@ def _named_model(reading: Reading, options: Options) -> None:
     reading.model.clear()
     sizes = {*dialect("megatron")[""].shapes, "num_experts", "mtp_num_layers"}
     for option in sorted(option for option in options if option.replace("-", "_") in sizes):
-        reading.refused.append(f"--{option}: the line names its model, whose sizes are taken")
+        reading.refused.append(f"--{option}: not read, because the line also names its model")
     for option in ("model", "load"):
         name = first_value(options, option)
         if name and "model" not in reading.values:
@@ -384,9 +384,7 @@ def _latent(reading: Reading, options: Options) -> None:
         return
     given = LATENT | {name.removeprefix("latent."): size for name, size in columns.items()}
     if "qk-layernorm" not in options:
-        reading.refused.append(
-            "--multi-latent-attention: compressed columns without norms are not modelled"
-        )
+        reading.refused.append("--multi-latent-attention: it is modelled only with --qk-layernorm")
     model |= {
         "latent": given,
         "head_dim": given["nope"] + given["rope"],

@@ -100,8 +100,7 @@ def _by_name(whole: Reading, named: Path) -> None:
     (`zero3`, `ds_z2_offload.json`, as in ms-swift and LLaMA-Factory; config/foreign/axolotl.yaml
     has what the names of axolotl's files do not say)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
-    if stage is None or "partial" in named.name:
-        whole.notes.append(f"{named} is not here: give it as a further FILE after {whole.file}")
+    if stage is None or "partial" in named.name:  # `file_job` refuses what nothing says
         return
     whole.put("zero_stage", int(stage[1]), str(named))
     unsharded = {"huggingface-flash": "huggingface-deepspeed"}  # the name is of accelerate's file
@@ -215,9 +214,9 @@ def _unread(script: Script) -> str:
         words = pointer(package, str(path)) if package in REFUSED else "which is not a job"
         return f"the command names {named[-1]}, {words}"
     if named:
-        return f"the command names {named[-1]}, which is not beside it: read that file"
+        return f"the command names {named[-1]}, which was not found: read that file"
     if script.absent:
-        return f"it sources {', '.join(script.absent)}, which is not beside it"
+        return f"it sources {', '.join(script.absent)}, which was not found"
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
@@ -225,7 +224,7 @@ def _unread(script: Script) -> str:
         tests = ", ".join(dict.fromkeys(script.undecided))
         return f"what it starts depends on values that it does not set (--set NAME=VALUE): {tests}"
     line = "--num-layers and --seq-length, or --model_name_or_path"
-    return f"no launch line with {line} (read: {READ})"
+    return f"no launch line with {line} (supported: {READ})"
 
 
 def _configured(script: Script) -> Reading | None:

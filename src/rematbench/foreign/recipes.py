@@ -63,7 +63,7 @@ def read_megatron_recipe(reading: Reading, options: Options) -> None:
     reading.put("recipe", MEGATRON[word], f"--{switch}")
     gathered = next((name for name in ("fp8-param-gather", "fp8-param") if name in options), "")
     if gathered and word == "mxfp8" and REUSE not in options:
-        reading.notes.append(f"--{gathered} without --{REUSE}: a buffer in 16 bits stays")
+        reading.notes.append(f"--{gathered} without --{REUSE}: the 16-bit buffer stays")
     elif gathered:
         reading.put("fp8_params", True, f"--{gathered}")
     if "first-last-layers-bf16" in options:
@@ -96,7 +96,7 @@ def read_converters(reading: Reading, data: Mapping[str, Any]) -> None:
             linears = ", ".join(sorted(kept))
             reading.refused.append(f"{at}.filter_fqns: {linears} in 16 bits are not modelled")
         if "output" not in filtered:
-            text = "without `output` that projection is quantised, which is not modelled"
+            text = "without `output`, that projection is quantised, which is not modelled"
             reading.refused.append(f"{at}.filter_fqns: {text}")
 
 

@@ -334,7 +334,7 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
 
 
 def _call(script: Script, node: Node) -> bool | None:
-    """Set the variables before a command, and run the command; the value of a test."""
+    """Set the variables before a command, and run the command. Returns the value of a test."""
     _assign(script, node.get("Assigns", ()))
     words = [_echoed(script, word) for word in node.get("Args", [])]
     texts = [expand_text(word, script.variables) for word in words]

@@ -69,7 +69,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     if packed and is_off(_mapping(data, "model_quantization_config_kwargs").get("dequantize")):
         reading.refused.append(f"model_quantization_config: {packed} (weights stay quantised)")
     if not is_off(data.get("torch_empty_cache_steps")):
-        reading.notes.append("torch_empty_cache_steps: the time of emptying is not counted")
+        reading.notes.append("torch_empty_cache_steps: the time to empty the cache is not counted")
     _packing(reading, data)
     return reading
 
@@ -212,7 +212,7 @@ def merge(reading: Reading, more: Reading) -> None:
             problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"
             if not wins:
                 raise ConfigError(more.file, there, problem)
-            reading.notes.append(f"{more.file}: {there}: {problem}, which is taken")
+            reading.notes.append(f"{more.file}: {there}: {problem}, which is used")
         if wins:
             continue
         reading.put(name, value, more.keys.get(name, name))
@@ -266,7 +266,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     if not isinstance(section, Mapping):
         path = named_file(reading.file, section)
         if not path.is_file():
-            reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
+            reading.refused.append(f"fsdp_config: {section} was not found")
         section = read_mapping(path, str(path)) if path.is_file() else {}
     read_keys(reading, section, "trainers", "fsdp_config", "fsdp_config.")
     section = {**flat, **section}
@@ -339,7 +339,7 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
-    """Read the options of accelerate about DeepSpeed."""
+    """Read accelerate's options for DeepSpeed."""
     read_keys(reading, section, "accelerate", "deepspeed_config", "deepspeed_config.")
     if section.get("deepspeed_config_file"):
         reading.files.append(Path(str(section["deepspeed_config_file"])))

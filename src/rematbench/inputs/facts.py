@@ -124,12 +124,12 @@ def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
 def _check_experts(model: Model, experts: Experts, label: str) -> None:
     layers = experts.dense_layers
     contradictions = {
-        f"{experts.active} active experts of {experts.count}": experts.active > experts.count,
+        f"active {experts.active} exceeds count {experts.count}": experts.active > experts.count,
         f"{experts.count} experts do not form {experts.groups} groups": (
             experts.count % experts.groups != 0
         ),
-        "shared_gate: true without shared_ffn": experts.shared_gate and not experts.shared_ffn,
-        f"dense_layers {max(layers, default=0)} of {model.num_layers} layers": (
+        "shared_gate: true needs shared_ffn": experts.shared_gate and not experts.shared_ffn,
+        f"dense_layers must be different layers below {model.num_layers}": (
             max(layers, default=-1) >= model.num_layers or len({*layers}) < len(layers)
         ),
         "every layer is dense": len(layers) >= model.num_layers,

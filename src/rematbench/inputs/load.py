@@ -55,7 +55,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @cache
-def rated() -> tuple[Cluster, ...]:
+def rated_clusters() -> tuple[Cluster, ...]:
     """The shipped clusters whose GPUs have published rates."""
     shipped = (load_cluster(name) for name in names("cluster"))
     return tuple(cluster for cluster in shipped if not cluster.roofline)
@@ -66,7 +66,7 @@ def rated() -> tuple[Cluster, ...]:
 def shipped_balances(generation: str) -> tuple[float, float] | None:
     """The smallest and the largest FLOP per HBM byte among shipped GPUs of a generation that have
     rates; None for CPUs and for generations that no shipped cluster has."""
-    found = [one.flop_per_byte for one in rated() if one.generation == generation != "cpu"]
+    found = [one.flop_per_byte for one in rated_clusters() if one.generation == generation != "cpu"]
     return (min(found), max(found)) if found else None
 
 

@@ -469,5 +469,5 @@ def with_facts(system: System, **facts: Any) -> System:
     an unknown name."""
     unknown = facts.keys() - {*FACTS}
     if unknown:
-        raise TypeError(f"no facts of a stack: {', '.join(sorted(unknown))}")
+        raise TypeError(f"unknown facts of a stack: {', '.join(sorted(unknown))}")
     return made(System, {**flat(system), **facts})

@@ -222,7 +222,7 @@ def sheets() -> dict[str, list[dict[str, str]]]:
 
 @cache
 def matrix_parts() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The parts in which the matrix is computed: a model with half of the lengths each."""
+    """The parts in which the matrix is computed; each has a model and half of the lengths."""
     spec = load_matrix(Path("config/paper.yaml"))
     half = len(spec.seq_lens) // 2
     halves = {"short": spec.seq_lens[:half], "long": spec.seq_lens[half:]}

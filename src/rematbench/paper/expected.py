@@ -104,8 +104,8 @@ def load_artifact() -> Artifact:
 
 
 class Pair(NamedTuple):
-    """A table as it was made here, and as it is expected; None if there is no such file.  Rows that
-    name a method of the user are left out; `yours` is their number."""
+    """A table as made here (`ours`) and as expected (`theirs`); None if there is no such file.
+    `yours`: the number of rows left out because they name a method of the user."""
 
     ours: Cells | None
     theirs: Cells | None

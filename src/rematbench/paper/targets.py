@@ -100,7 +100,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 @cache
 def facts() -> str:
-    """The digest of models, clusters, stacks and constants."""
+    """The digest of the files of models, clusters, stacks and constants."""
     return digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 
 

@@ -54,7 +54,7 @@ class Total:
 
     @cached_property
     def kept_bytes(self) -> Array:
-        """Device bytes between forward and backward."""
+        """Device bytes that the chunks keep between forward and backward."""
         return self._at(self.base.kept_bytes, self.slope.kept_bytes)
 
     @cached_property
@@ -64,7 +64,7 @@ class Total:
 
     @cached_property
     def host_bytes(self) -> Array:
-        """Bytes in host memory."""
+        """Bytes that the chunks keep in host memory."""
         return self._at(self.base.host_bytes, self.slope.host_bytes)
 
     @cached_property
@@ -204,8 +204,9 @@ def peak_bound(
 
 
 def _of_last(columns: Columns, kept: Any, waiting: Any, floor: Array) -> tuple[Array, Array]:
-    """Bytes that a pass of the model's last chunk keeps, and by how much those of all its other
-    passes exceed `floor`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
+    """Bytes that a pass of the model's last chunk keeps, and the bytes by which all its other
+    passes exceed `floor` (0 where they do not wait). `kept`: bytes by its probe; `waiting`: bytes
+    where it waits."""
     c = columns
     if not c.waits.any():
         return kept, 0.0 * c.count

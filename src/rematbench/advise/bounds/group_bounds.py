@@ -18,7 +18,7 @@ from rematbench.advise.bounds.closed_bounds import (
     step_bound,
 )
 from rematbench.advise.bounds.columns import AS_PROBED, Array, Bounds, Short
-from rematbench.advise.bounds.layout_group import LayoutGroup
+from rematbench.advise.bounds.layout_group import EXCHANGING, LayoutGroup, layer_cost
 from rematbench.advise.bounds.lines import (
     Facts,
     Line,
@@ -195,8 +195,8 @@ class GroupBounds(LayoutGroup):
         return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
-        """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
-        layouts]; one column if all layouts have equal shares."""
+        """The shares of the longest and of the shortest chunk at each step of a candidate's share,
+        [steps, layouts]; one column if all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
         scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":
@@ -210,21 +210,13 @@ class GroupBounds(LayoutGroup):
         share."""
         return _both_ends(candidate, partial(self.probe, pieces=pieces))
 
-    @cached_property
-    def kernels_s(self) -> Array:
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array:
         """A first lower bound of each layout's step in seconds, for the candidate that keeps every
-        activation, from operator tables alone."""
-        return self._kernels_s(any_order=False)
-
-    @cached_property
-    def passes_s(self) -> Array:
-        """The bound `kernels_s` for any order of a rank's passes."""
-        return self._kernels_s(any_order=True)
-
-    def _kernels_s(self, *, any_order: bool) -> Array:
-        layer = min(
-            self.layers_s, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s
-        )
+        activation, from operator tables alone.  `any_order`: for any order of a rank's passes;
+        `alike`: for any exchange between experts and any place of optimizer states, too."""
+        without = EXCHANGING if alike else frozenset[str]()
+        kinds = [layer_cost(self.problem, table, without) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
         facts = Facts(line, line, line)
         sent_s = 0 * self.send_s
@@ -308,8 +300,8 @@ class GroupBounds(LayoutGroup):
         return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
-        share, layouts]; or why the candidate has no plan."""
+        """Return the bounds of all layouts for a candidate at a step of its pieces, as arrays
+        [steps of its share, layouts]; or why the candidate has no plan."""
         key = (candidate, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(candidate, pieces)
@@ -352,9 +344,9 @@ class GroupBounds(LayoutGroup):
     def _waiting(
         self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
     ) -> Waiting:
-        """The model's last chunk if its backward does not follow its forward at once.  In probes it
-        does, so they copy nothing of this chunk.  `one`: the probe at the end of the candidate's
-        share; `ends`: facts at both ends of the share, `lean`: along it."""
+        """The bytes of the model's last chunk if its backward does not follow its forward at once.
+        In probes it does, so they copy nothing of this chunk. `one`: the probe at the end of the
+        candidate's share; `ends`: facts at both ends of the share, `lean`: along it."""
         ending = self.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)

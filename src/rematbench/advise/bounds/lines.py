@@ -47,7 +47,7 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def minimum(self, cost: "PassCost") -> "PassCost":
-        """The minimum of both passes in every number."""
+        """The smaller of two passes' numbers, for each number."""
         return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
@@ -57,7 +57,7 @@ class ChunkCost(NamedTuple):
     that run during other passes of the rank (of the whole chunk, or of its last layer).
     `out_bytes`, `back_bytes`: bytes of all copies of activations to the host and back.
     `trailing_bytes`: bytes of a forward's last copy, which continues during the next pass.
-    `inside_bytes`: bytes of a backward's own copies back.  `boundary_bytes`: device bytes that
+    `inside_bytes`: bytes that a backward copies back.  `boundary_bytes`: device bytes that
     messages hold between forward and backward.  `host_bytes`: bytes in host memory.  `pool_bytes`:
     bytes of the rank's staging pools.  `crossing_bytes`, `recrossing_bytes`: bytes that a GPU sends
     to other nodes in collectives of the forward and of the backward, if the chunk copies."""
@@ -424,7 +424,7 @@ class Probe:
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
-        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
+        any schedule. (0,) if copies may reach the head, because a method may copy the last chunk
         under some schedules only."""
         return self._end_bytes()
 

@@ -80,9 +80,9 @@ ProbePrograms = dict[bytes, Plans]
 
 
 class Small(NamedTuple):
-    """A small problem for probes: the problem, the plan that methods start from, the seconds of
-    actions by the traffic during copies, cached results of plans, and chunk costs with seconds by
-    plan, rank and traffic."""
+    """A small problem for probes: the problem, the plan that methods start from, the costs of
+    actions under each traffic on the links of copies, cached results of plans, and the costs of
+    chunks with seconds, by plan, rank and traffic."""
 
     problem: Problem
     base: Plan
@@ -161,7 +161,7 @@ class Measured:
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
-        pass; empty if copies may reach the head."""
+        pass; (0,) if copies may reach the head or passes may keep different bytes."""
         selects = [rule.select for rule in self.plan.rules]
         reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
         if any(parts is None or "head" in parts for parts in reach):
@@ -209,7 +209,6 @@ class Prober:
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's Probe."""
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
     def floor(self, method: Composition) -> Facts | Refused:
@@ -356,7 +355,6 @@ class Prober:
         return self.smalls[sizes]
 
     def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
-        """A method's plan with `sizes` layers on the ranks."""
         key = (method.text, sizes)
         if key not in self.plans:
             self.plans[key] = self._plan(method, sizes)

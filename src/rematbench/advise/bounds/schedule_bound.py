@@ -334,9 +334,10 @@ def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
 
 
 class Stage(NamedTuple):
-    """A virtual stage.  `forward` and `backward` have three numbers of seconds: of compute once it
-    is free, from the host's start until compute ends, and of the host.  `landed_s`: from the end of
-    the copies back to the end of the backward; `out_s`, `back_s`: copies during other passes."""
+    """A virtual stage. `forward` and `backward` have three durations in seconds: of compute once it
+    is free, from the host's start until compute ends, and of the host alone. `landed_s`: from the
+    end of the copies back to the end of the backward; `out_s`, `back_s`: of the copies that run
+    during other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]

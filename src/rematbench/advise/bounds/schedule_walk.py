@@ -231,9 +231,9 @@ class Pieces(NamedTuple):
 
 
 class CopyTimes(NamedTuple):
-    """Seconds by stage of copies during other passes: to the host (`out_s`), back (`back_s`), and
-    from their arrival to the end of the backward (`landed_s`).  `held`: whether messages of the
-    warm-up wait for the copies before them."""
+    """By stage, the seconds of the copies that run during other passes: to the host (`out_s`) and
+    back (`back_s`); `landed_s`: from their arrival to the end of the backward. `held`: whether
+    messages of the warm-up wait for the copies before them."""
 
     out_s: Sequence[float]
     back_s: Sequence[float]

@@ -23,11 +23,11 @@ KEPT_ACTIONS = 20_000
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """The result of a candidate, with values that a running search needs.  A plan that does not fit
-    has no evaluation.  `content`: the key of the plan (empty without a plan).  `candidate`: a text
-    that is equal for plans that differ only in a share or in pieces.  `short_bytes`: device bytes
-    that the plan lacks; it may lack more if `at_least`, because the allocator's replay was
-    stopped early."""
+    """The result of a candidate, with values that a running search needs. A plan that does not fit
+    has no evaluation. `content`: the key of the plan (empty without a plan). `candidate`: a text
+    that is equal for plans that differ only in a share or in pieces. `short_bytes`: device bytes
+    that the plan lacks (with `at_least` a lower bound, because the allocator's replay was stopped
+    early)."""
 
     result: Result
     content: bytes = b""

@@ -74,7 +74,6 @@ def _step_s(result: Result) -> float:
 
 
 def _missing_bytes(result: Result) -> int:
-    """The larger of the device bytes and host bytes that a plan lacks; negative if it fits."""
     if result.verdict is None:
         return UNPLANNED_BYTES
     return -min(result.verdict.headroom_bytes, result.verdict.host_headroom_bytes)

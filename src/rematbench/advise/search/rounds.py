@@ -7,7 +7,7 @@ planners run after the other plans are proved, each at the layouts of the fastes
 order, until one of its plans fits."""
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import count
 from math import inf
@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.advise.bounds.group_bounds import GroupBounds
-from rematbench.advise.bounds.layout_group import group_key
+from rematbench.advise.bounds.layout_group import GroupKey, group_key
 from rematbench.advise.bounds.lines import Probe, Refused
 from rematbench.advise.bounds.probes import ProbePrograms
 from rematbench.advise.candidates.candidate import Candidate, Variant, load_compare
@@ -26,7 +26,7 @@ from rematbench.advise.candidates.trials import LayoutTrials, Trial
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.families import FixedFamily, PlanFamily, rebuilds
 from rematbench.advise.search.job import SearchSpace, reserving
-from rematbench.advise.search.queue import LeanOrder, SearchQueue
+from rematbench.advise.search.queue import Alike, LeanOrder, SearchQueue
 from rematbench.advise.search.request import MINUTE, Progress, SearchRequest
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.result import Result, Status
@@ -67,7 +67,7 @@ class SearchJob(SearchSpace):
         most = load_compare().most_methods if most is None else most
         family = PlanFamily(self._samples(), most, keeping=self.keeps, exact=exact)
         return Search(
-            [self._group(index) for index in indices],
+            self._alike(indices),
             family,
             self.registry,
             engine=request.engine,
@@ -79,19 +79,31 @@ class SearchJob(SearchSpace):
             ),
         )
 
+    def _alike(self, indices: Iterable[int]) -> list[Alike]:
+        sets: dict[GroupKey, list[int]] = defaultdict(list)
+        for index in indices:
+            sets[group_key(self._layouts[index][0]).plain].append(index)
+        return [
+            Alike(
+                Counter(max(choice.sizes) for i in own for choice in self._layouts[i]),
+                [partial(self._group, i) for i in own],
+            )
+            for own in sets.values()
+        ]
+
     def _part_indices(self, part: int, parts: int) -> list[int]:
-        """The indices of the groups of one part.  In a search for any plan that fits, layouts that
-        differ only in the micro-batch are in the same part."""
-        if not self.request.any_fit:
-            return list(range(part, len(self._layouts), parts))
-        alike = [group_key(cut[0])._replace(micro_batch=1) for cut in self._layouts]
+        """The indices of the groups of one part, to which groups that are `Alike` go together.  In
+        a search for any plan that fits, so do layouts that differ only in the micro-batch."""
+        alike = [group_key(cut[0]).plain for cut in self._layouts]
+        if self.request.any_fit:
+            alike = [key._replace(micro_batch=1) for key in alike]
         numbers = {item: number for number, item in enumerate(dict.fromkeys(alike))}
         return [index for index, item in enumerate(alike) if numbers[item] % parts == part]
 
     def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
         """The search for the best layout of fixed candidates, among layouts with at least `min_pp`
         pipeline ranks."""
-        groups = [self._group(index) for index in range(len(self._layouts))]
+        groups = self._alike(range(len(self._layouts)))
         within = self.request.within
         return Search(groups, FixedFamily(candidates), self.registry, within=within, min_pp=min_pp)
 

@@ -1,23 +1,24 @@
-"""The operators of a model of which only some weights train, and what they then save.
+"""The operators of a model of which only some weights train, and what they save then.
 
 A frozen linear saves no input, and an operator none of whose inputs has a gradient saves nothing.
-An adapter (Hu et al. 2021, arXiv 2106.09685) changes a linear to y = x W + s (x A) B.  Separate
+An adapter (Hu et al. 2021, arXiv 2106.09685) changes a linear to y = x W + s (x A) B. Separate
 operators compute x A, from a copy of x if the adapter applies dropout to it or has another type;
-the linear's operator multiplies by B.  The adapter saves the input of A if A trains (LoRA-FA trains
-B alone, arXiv 2308.03303), and x A.  Source of the copies and sums: PEFT, tuners/lora/layer.py.
-A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) follows attention and the MLP: a linear
-to few columns, GELU, a linear back, and a sum with the adapter's input.
-Each product widens the whole weight of a 4- or 8-bit linear (bitsandbytes, autograd/_functions.py).
-With tensor parallelism adapters are those of Megatron Bridge (peft/utils.py,
-ParallelLinearAdapter).  At a column-parallel linear, ranks split the columns of A and save its
-gathered input; at a row-parallel linear they split the rows of A and also gather the product with
-B.  They always split the columns of B.  Deviations: ranks sum products with A instead of gathering
-them, and gather a norm's output twice, for the linear and for the adapter.
-Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
-input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
-Deviations: the first layer's input has a gradient only where recomputation is reentrant
-(enable_input_require_grads); where a layer saves its input, the first layer does too, and the head
-keeps the input of its linear, so that plans can compute from them again.
+the linear's operator multiplies by B. The adapter saves the input of A if A trains (LoRA-FA trains
+only B, arXiv 2308.03303), and x A. Source of the copies and sums: PEFT, tuners/lora/layer.py. A
+bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) follows attention and the MLP: a linear
+to few columns, GELU, a linear back, and a sum with the adapter's input. Each product widens the
+whole weight of a 4- or 8-bit linear (bitsandbytes, autograd/_functions.py). With tensor parallelism
+adapters are those of Megatron Bridge (peft/utils.py, ParallelLinearAdapter). At a column-parallel
+linear, ranks split the columns of A and save its gathered input; at a row-parallel linear they
+split the rows of A and also gather the product with B. They always split the columns of B.
+Deviations: ranks sum products with A instead of gathering them, and gather a norm's output twice,
+for the linear and for the adapter. Norms that PEFT made fp32 have fp32 outputs, and a linear of
+bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
+attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
+the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and
+original_module). Deviations: the first layer's input has a gradient only if recomputation is
+reentrant (enable_input_require_grads); if layers save their input, the first layer does too, and
+the head keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -47,9 +48,9 @@ WIDE = (
     *("embedding_out", "layer_input", "attn_residual", "gate_out", "up_out", "act_out"),
     *("fc2_in", "fc2_out", "layer_output"),
 )
-"""The tensors of a layer, besides the outputs of norms, that are fp32 if norms are fp32."""
+"""The tensors of a layer that are fp32 if norms are fp32, in addition to the outputs of norms."""
 BOTTLENECKS = {"proj_out": "attn", "fc2_out": "mlp"}
-"""The tensors that bottleneck adapters read, and the word in the names of the adapters' tensors."""
+"""The tensors that bottleneck adapters read, with a word for the adapters' own tensors."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
 
 
@@ -74,7 +75,8 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
 def trained_table(
     table: OpTable, work: Workload, system: System, place: Place, tp: int = 1
 ) -> OpTable:
-    """The operators of a part on one of `tp` ranks, if only the weights that `work` names train."""
+    """The operators of a part on one of `tp` ranks; if `work` trains only some weights, without
+    what the frozen weights do not need."""
     return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
 
 
@@ -88,8 +90,8 @@ def _reads_weights(kernel: Kernel) -> bool:
 
 
 def _doubled(comm: Comm | None) -> Comm | None:
-    """The collective of a linear, with the bytes of its adapter added.  If the linear all-reduces,
-    the adapter gathers its product, at half of an all-reduce's cost."""
+    """The collective of a linear, with the bytes of its adapter added. If the linear all-reduces,
+    the adapter gathers its product, which costs half of an all-reduce."""
     halves = 3 if comm and comm.kind == "all_reduce" else 4
     return comm and replace(comm, nbytes=comm.nbytes * halves // 2)
 
@@ -116,7 +118,7 @@ class _Trainer:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
-        self.behind: dict[str, str] = {}  # maps the input of a bottleneck adapter to its output
+        self.behind: dict[str, str] = {}  # a bottleneck adapter's output, by its input
 
     def table(self) -> OpTable:
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
@@ -130,7 +132,7 @@ class _Trainer:
             self.activations[name] = replace(self.activations[name], differentiable=False)
 
     def _rewritten(self, op: Op) -> Iterator[Op]:
-        """The operators of an adapter, and then the operator itself."""
+        """Yield the operators of an operator's adapters, and then the changed operator."""
         whole = self._trains(op)
         targets = [name for name in self.adapted if self._output(op, name)]
         op = replace(op, **self._held(op, whole=whole))
@@ -165,10 +167,11 @@ class _Trainer:
         return place.trains and op.name.endswith("norm") and work.trains("norms")
 
     def _held(self, op: Op, *, whole: bool) -> dict[str, Any]:
-        """The fields of the operator that depend on whether its weights train or are packed."""
+        """The changed fields of an operator: the size of its weights and how many of them train."""
         own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
         if whole:
-            return {"parameters": self._wide(op.parameters), "trained": op.parameters}
+            copied = op.parameters if self.work.lora_rank else 0
+            return {"parameters": self._wide(op.parameters) + copied, "trained": op.parameters}
         if packed is None or not op.is_matrix or self.part != "layer" or op.replicated:
             return {"trained": 0}
         gemms = [one for one in op.forward if isinstance(one, Gemm)]
@@ -185,7 +188,7 @@ class _Trainer:
         }
 
     def _wide(self, count: int) -> int:
-        """The size of `count` training weights, in parameters of the stack's precision."""
+        """The size of `count` training weights, counted in parameters of the stack's precision."""
         own = self.system.states.param_bytes
         return ceil(count * max(FP32, own) / own) if self.widens else count
 
@@ -212,7 +215,7 @@ class _Trainer:
         )
 
     def _widened(self, op: Op) -> tuple[Kernel, ...]:
-        """The kernel that widens the packed weights of a linear, which it reads and writes."""
+        """The kernel that widens the packed weights of a linear; it reads and writes them."""
         packed = PACKED_BYTES.get(self.work.base_dtype)
         if packed is None or self.part != "layer" or op.replicated:
             return ()
@@ -234,7 +237,7 @@ class _Trainer:
                     yield from self._bottleneck(name, f"bottleneck_{BOTTLENECKS[name]}")
 
     def _bottleneck(self, x: str, stem: str) -> Iterator[Op]:
-        """The operators of a bottleneck adapter behind the tensor `x`."""
+        """Yield the operators of a bottleneck adapter that follows the tensor `x`."""
         width, live, (rows, row_bytes) = self.work.bottleneck, x in self.live, self._size(x)
         hidden = row_bytes // self.e
         low, act, up, out = (
@@ -291,8 +294,8 @@ class _Trainer:
         return name
 
     def _gather(self, op: Op, target: str, x: str, columns: int) -> Iterator[Op]:
-        """The gather of the input's rows over tensor-parallel ranks; the adapters of one linear
-        share it if the stack fuses linears."""
+        """Yield the gather of the input's rows over tensor-parallel ranks. If the stack fuses
+        linears, the adapters of one linear share it."""
         if x in self.gathered and self.system.kernels.fused_linears:
             return
         live, rows = x in self.live, self.activations[op.outputs[0]].rows
@@ -305,7 +308,7 @@ class _Trainer:
         yield Op(name=name, inputs=(x,), outputs=(name,), reduce=gather, grad_gather=back)
 
     def _inputs(self, op: Op, target: str, *, split: bool) -> Iterator[Op]:
-        """The operators that copy the input of an adapter and multiply it by A.  `split`: the
+        """Yield the operators that copy the input of an adapter and multiply it by A. `split`: the
         linear is row-parallel, so each rank has some columns of the input."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
@@ -394,16 +397,17 @@ class _Trainer:
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
         """The kernels that scale an adapter's output and add it to the linear's output, with a cast
-        if their types differ."""
+        if the two types differ."""
         cast = 0 if self.width == self.e else self.width + self.e
         each = 4 * self.width + self.e + cast if forward else 2 * self.width + cast
         launches = (2 if forward else 1) + bool(cast)
         return (Elementwise(elements * each, count * launches),)
 
     def _dora(self, op: Op, targets: list[str], outs: list[str]) -> Op:
-        """A linear whose adapters also train a magnitude for each output column.  It saves the
-        outputs of the linear and of the adapter.  Each forward computes the norm of W + s B A from
-        the product of A and B with an identity, which is then freed (PEFT, tuners/lora/dora.py)."""
+        """A linear whose adapters also train a magnitude for each output column. It saves the
+        outputs of the linear and of the adapter. Each forward computes the norm of W + s B A; the
+        product of A and B is made with an identity matrix and then freed (PEFT,
+        tuners/lora/dora.py)."""
         (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
         columns = self._columns(x)
         for target, out in zip(targets, outs, strict=True):

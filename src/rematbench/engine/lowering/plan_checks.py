@@ -85,7 +85,7 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
     )
     if [one.prediction for one in stages] != [one.prediction for one in usual]:
         raise PlanError(
-            "partition moves layers that predict more tokens to another chunk than the layout's"
+            "partition must leave layers that predict more tokens in the chunk that the layout says"
         )
     if not all(virtual[1:-1]):
         raise PlanError("partition has an empty chunk in the middle: give it a layer")
@@ -158,7 +158,8 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
 
 
 def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
-    """Why pieces cannot be updated during the last backward; empty if they can, or need not."""
+    """Return why pieces cannot be updated during the last backward; empty if they need not be or
+    can."""
     if pieces.start == "norm":
         return ""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
@@ -198,12 +199,12 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return why the stack's CUDA graphs do not support a plan; empty if they do.
+    """Return why the stack's CUDA graphs do not allow a plan; empty if they do.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
-    a graph (`moe` with moe_router).  A graph's addresses are fixed, so parameters gathered per
-    layer are refused too.
+    a graph (`moe` with moe_router). A graph's addresses are fixed, so parameters gathered per layer
+    are refused too.
     """
     kernels = problem.system.kernels
     if not kernels.captures:
@@ -234,7 +235,7 @@ def _whole(fate: Fate) -> bool:
 
 def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
     """Raise PlanError for a rule that matches no saved tensor of any rank, and for an activation
-    name that no model has (a misspelt name among others that match).  `matched`: the indices of the
+    name that no model has (a misspelt name beside names that match). `matched`: the indices of the
     rules that match; None skips the first check, because some ranks are not lowered."""
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     activations = {name for table in tables for name in table.activations}
@@ -250,8 +251,7 @@ def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -
 
 
 def _select_text(select: Select, names: Collection[str]) -> str:
-    """A selector's restrictions as text.  If an activation is not among `names`, the text suggests
-    the most similar one."""
+    """A selector's restrictions as text, with a similar name if an activation is not in `names`."""
     values = {key: value for key, value in asdict(select).items() if value not in (None, False)}
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
     unknown = [name for name in select.activations or () if name not in names]

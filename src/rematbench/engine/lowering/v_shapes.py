@@ -5,12 +5,12 @@ from functools import lru_cache
 from rematbench.plan import Pass, Shape
 
 CHUNK_PASSES = 6
-"""The passes of a micro-batch on a rank: a forward and two half backwards of each of two chunks."""
+"""The passes of a micro-batch on a rank: for each of two chunks a forward and two halves."""
 
 
 def _slots(shape: Shape, rank: int, pp: int) -> tuple[int, int, int, int]:
     """The time slots of a micro-batch's forwards of chunks 0 and 1, and of its input gradients of
-    chunks 1 and 0.  Each further micro-batch comes six slots later."""
+    chunks 1 and 0. The next micro-batch comes six slots later."""
     if shape == "v-min":
         gap = 2 if pp % 3 == 0 else 0
         return rank, 2 * pp - rank - 1, 2 * pp + gap + rank, 4 * pp + gap - rank - 1
@@ -67,7 +67,7 @@ def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, 
 
 
 def _before(item: Pass, rank: int, pp: int) -> tuple[int, Pass] | None:
-    """The pass, with its rank, for which a forward or an input gradient waits."""
+    """(rank, pass) for which a forward or an input gradient waits; None if there is none."""
     last = 2 * pp - 1
     stage = last - rank if item.chunk else rank
     if item.forward and not stage:

@@ -236,8 +236,8 @@ def _shipped(kind: Kind, name: str) -> str:
 
 
 def _experts(row: Row, model: Model) -> Experts:
-    """The experts of a row, with what the row does not say as the named model has it; the first
-    layers are the dense ones."""
+    """The experts of a row. Facts that the row does not state are those of the named model; the
+    first layers are the dense ones."""
     counts = {name: text(row, name) for name in ("dense_layers", "shared_experts_ffn")}
     dense, shared = (0 if cell in NONE else whole(row, name) for name, cell in counts.items())
     if not counts["dense_layers"] and model.experts:

@@ -116,7 +116,7 @@ def flag(row: Row, column: str, default: bool) -> bool:
 
 
 def read_choice(row: Row, column: str, default: str, kind: Any) -> Any:
-    """The word in a cell, one of the Literal `kind`; RowError for another word."""
+    """The word in a cell, which must be a value of the Literal type `kind`; otherwise RowError."""
     cell = text(row, column).lower() or default
     allowed = get_args(kind)
     if cell not in allowed:

@@ -121,7 +121,7 @@ def policies() -> list[str]:
 
 
 def policy(words: str) -> tuple[str, dict[str, Any]] | None:
-    """The method and settings of words for recomputation (`uniform 2`, `selective(2)`), or None."""
+    """The method and settings that words for recomputation mean (`uniform 2`), or None."""
     known = _file().policies
     found = spelled(words.lower(), known)
     if found is None or found[1] == "0":

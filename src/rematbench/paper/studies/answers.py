@@ -200,7 +200,10 @@ def _over_lengths(
     if question.ask == "longest":
         found = longest_sequence(problem, method, **steps)
         values: Values = {"seq_len": found.seq_len, "peak_device_bytes": found.peak_device_bytes}
-        return replace(blank, values=values, reason=found.binds)
+        beyond = f"; a length below {found.never_from} may fit" * (
+            found.never_from > found.fails_at
+        )
+        return replace(blank, values=values, reason=found.binds + beyond)
     if shortest := hidden_from(problem, method, **steps):
         return replace(blank, values={"seq_len": shortest})
     return replace(blank, status="failed", reason="never hidden up to the limit of the search")

@@ -128,7 +128,7 @@ def _mean(lost: Sequence[float]) -> str:
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], list[Row]]]:
-    """Yield (job, memory) and its adjacent rows."""
+    """Yield each (job, memory) with its rows, which must be adjacent."""
     for key, same in groupby(rows, key=lambda row: (row["job"], row["memory_gib"])):
         yield key, list(same)
 

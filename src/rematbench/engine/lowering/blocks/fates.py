@@ -1,5 +1,4 @@
-"""Resolves a plan's rules into one exact fate, in bytes, for each saved tensor of a chunk in a
-phase."""
+"""Resolves a plan's rules into the exact fate, in bytes, of each saved tensor of a chunk."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -148,9 +147,9 @@ def _reaches(select: Select, where: ChunkPlace) -> bool:
 
 def covered(rules: Sequence[Rule], where: ChunkPlace) -> tuple[tuple[int, ...] | None, ...]:
     """Return, for each rule, the layers of the chunk that the rule's stages, chunks and layers
-    select: (-1,) if it does not select layers, None if it does not reach the chunk.
+    select: (-1,) if the rule does not select layers, None if it does not reach the chunk.
 
-    Chunks of equal shape with equal results have equal fates in a phase.
+    Chunks of equal shape for which this result is equal have equal fates in a phase.
     """
     found: list[tuple[int, ...] | None] = []
     for rule in rules:
@@ -189,8 +188,8 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
 
 
 def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
-    """Raise PlanError if some part of a quantised tensor (in rows of the shard) does not consist of
-    whole blocks of rows, each of which has its own scales."""
+    """Raise PlanError unless each part of a quantised tensor (in rows of the shard) consists of
+    whole blocks of rows, because each block has its own scales."""
     block = tensor.block_rows * rows // tensor.rows or tensor.block_rows
     if any(part % (block or rows) for part in parts):
         own = f"one scale for every {block} rows" if block else "one scale for all rows"
@@ -198,9 +197,9 @@ def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
-    """Raise PlanError unless each grouped site lies in its group and no groups overlap.  A group is
-    rebuilt once, before the backward of its last layer, so a layer in two groups would be rebuilt
-    too late for one of them or too early for the other."""
+    """Raise PlanError unless each site in a group lies in the group's layers and no groups overlap.
+    A group is rebuilt once, before the backward of its last layer, so a layer in two groups would
+    be rebuilt too late for one of them or too early for the other."""
     groups: set[Group] = set()
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):
@@ -218,8 +217,8 @@ def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
 
 
 def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:
-    """The fates under a byte budget: the largest tensors are offloaded first.  Tensors of equal
-    size keep their order, so the result is deterministic."""
+    """The fates under a byte budget: the largest tensors are offloaded first. Tensors of equal size
+    stay in order, so that the result is deterministic."""
     eligible = [site for site, tensor in sites.items() if tensor.nbytes >= budget.min_bytes]
     total = sum(sites[site].nbytes for site in eligible)
     wanted = -(-int(total * budget.alpha) // budget.granularity) * budget.granularity

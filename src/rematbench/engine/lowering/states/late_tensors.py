@@ -17,9 +17,9 @@ MOMENTS = 2
 
 
 def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
-    """Return the late tensors of a rank; None if the stack allocates states and gradients before
-    training.  Gradients can only be late on a pipeline of one rank, and not if an update in the
-    backward frees them unit by unit."""
+    """Return the tensors that a rank allocates between activations; None if the stack allocates
+    states and gradients before training. Gradients can only be late in a pipeline of one rank, and
+    not if an update in the backward frees them unit by unit."""
     system, layout = problem.system, problem.layout
     here = plan.state("optimizer").home == "device"
     state_bytes = system.states.late_state_bytes if here else 0
@@ -36,7 +36,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, problem, held) if whole else None
     tables = [((chunk.chunk, unit.prefix), unit.table) for chunk in chunks for unit in chunk.units]
-    if plan.schedule in VOCABULARY:  # Every stage has a share in place of the embedding.
+    if plan.schedule in VOCABULARY:  # Every stage has a part of the vocabulary, not the embedding.
         tables = [one for one in tables if one[0][1] != EMBEDDING]
         tables.append(((0, SHARE), problem.shared.share))
     for unit, table in tables:
@@ -59,9 +59,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 
 
 class FlatUpdate(NamedTuple):
-    """The optimizer step of a rank's flat parameters.  `tensors`: the parameters of each flat
-    tensor; `scratch`: the bytes by which the step's flat gradients, and then their wide copy,
-    exceed the memory in use before the step."""
+    """The optimizer step of a rank's flat parameters. `tensors`: the parameters of each flat
+    tensor; `scratch`: the bytes by which first the step's flat gradients, and then also their wide
+    copy, exceed the memory that was in use before the step."""
 
     tensors: list[int]
     scratch: list[int]
