@@ -24,7 +24,7 @@ from baselines.megatron_core.modules import (
     OffloadModule,
     RecomputeModule,
 )
-from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
+from rematbench.engine.lowering.passes.emit_recompute import NOT_AGAIN, REPLAYS
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -37,7 +37,7 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations, sharing_inputs
 from rematbench.solve.recompute_modules import (
     before_experts,
     chunks_of,
@@ -64,6 +64,7 @@ T = TypeVar("T")
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
     `modules` (selective), and `offload_modules` of fine-grained activation offloading.
+    `distribute_saved_activations` (full): tensor-parallel ranks share the inputs of groups out.
 
     `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves only its input
     (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
@@ -81,6 +82,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_layers: PositiveInt = 1
     modules: tuple[RecomputeModule, ...] = ("core_attn",)
     offload_modules: tuple[OffloadModule, ...] = ()
+    distribute_saved_activations: bool = False
     bias_activation_fusion: bool = False
     batch_p2p: bool = False
     overlap_p2p: bool = False
@@ -106,6 +108,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             plan = _dropping(problem, plan, (*dropped, *beside), routed, dense=dense)
         if self.offload_modules:
             plan = self._offloading(problem, plan)
+        if self.distribute_saved_activations:
+            first = self._first(plan) if self.method == "block" else ()
+            return sharing_inputs(problem, plan, first, "device")
         return plan
 
     @classmethod
@@ -121,6 +126,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         found += [made(offload_modules=modules) for modules in moves]
         for count in range(1, per_chunk + 1):
             found += [full(num_layers=count), full(method="block", num_layers=count)]
+        if problem.layout.tp > 1 and not problem.layout.sequence_parallel:
+            shared = (p for p in found if p.recompute == "full")
+            found += [replace(policy, distribute_saved_activations=True) for policy in shared]
         for policy in found:
             reasons = [*_policy(policy, model, {per_chunk}), *policy._inside_linears(problem)]
             if not active_reasons(reasons):
@@ -190,7 +198,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         setup, sizes = setup_of(problem), _chunk_sizes(base)
         itself = base.partition == problem.base_plan.partition
         selected = self.modules if self.recompute == "selective" else ()
-        again = self.recompute == "full" or "moe" in selected
+        layers = self.recompute == "full" and REPLAYS not in problem.system.accepts.features
+        again = layers or "moe" in selected
         return [
             *of_model(setup), *of_layout(setup), _uneven(setup, itself and len(sizes) > 1),
             *_policy(self, setup.model, sizes), *self._inside_linears(problem),
@@ -243,6 +252,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             found["recompute_granularity"] = self.recompute
         if self.recompute == "full":
             found |= {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+        if self.distribute_saved_activations:
+            found["distribute_saved_activations"] = True
         if self.recompute == "selective":
             found["recompute_modules"] = list(self.modules)
         if self.offload_modules:
@@ -255,10 +266,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
         base = holding_inputs(problem, base, inner, whole=True)
         if self.method == "block":
-            chunks = chunks_of(base)
-            first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
-            return base.with_rules(rebuilding_layers(inner, first))
+            return base.with_rules(rebuilding_layers(inner, self._first(base)))
         return base.with_rules(*rebuilding_groups(inner, base, self.num_layers))
+
+    def _first(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(i for chunk in chunks_of(plan) for i in chunk[: self.num_layers])
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
@@ -335,6 +347,10 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
             "TransformerEngine; use a model without biases or recompute=full",
         ),
         (selective and not modules, "recompute=selective without modules"),
+        (
+            not full and policy.distribute_saved_activations,
+            "distribute_saved_activations needs recompute=full",
+        ),
         (not full and layers != 1, f"num_layers {layers} without recompute=full has no effect"),
         (
             not full and policy.method != "uniform",

@@ -162,6 +162,12 @@ def test_the_activation_is_fused_unless_an_argument_says_no(
     assert word in text
 
 
+def test_shared_inputs_have_their_argument() -> None:
+    asked = Asked("tp2-no-sp")
+    _, answer = answered("full_recompute", {"inputs": "shared"}, "megatron_core", asked)
+    assert (answer.missing, answer.flags.split()[-1]) == ((), "--distribute-saved-activations")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("method", MEGATRON)
 def test_megatron_core_under_the_printed_arguments(method: str) -> None:

@@ -28,6 +28,17 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("options", "settings", "base", "refused"), TABLES["recomputed"])
+def test_full_recomputation_of_megatron_is_read(
+    tmp_path: Path, options: str, settings: list[str], base: str, refused: str
+) -> None:
+    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 {options}")
+    assert [*made.settings] == settings
+    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
+    assert stack.get("base", made.options["system"]) == base
+    assert [refused in line for line in reading.refused] == [True] * bool(refused)
+
+
 @pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
 def test_weights_have_the_type_that_the_job_gives(
     tmp_path: Path, base: str, more: Any, wide: Any
@@ -42,6 +53,17 @@ def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: st
     for more in ("", "lora_rank: 8\nuse_peft: true\n"):
         refused = job(tmp_path, TRL + f"{more}optim: {optimizer}\n", "job.yaml")[1].refused
         assert [optimizer in line for line in refused] == ([] if more else [True])
+
+
+@pytest.mark.parametrize(("optim", "scratch"), [("adamw_torch", 4), ("adamw_torch_fused", None)])
+def test_torch_updates_all_tensors_at_once_unless_one_kernel_does(
+    tmp_path: Path, optim: str, scratch: int | None
+) -> None:
+    """The roots of second moments are as wide as the weights, which TRL holds in fp32."""
+    text = f"{TRL}optim: {optim}\n"
+    assert facts(job(tmp_path, text, "job.yaml")[0]).get("step_scratch_bytes") == scratch
+    moved = f"{text}deepspeed: {{zero_optimization: {{stage: 2}}}}\n"
+    assert "step_scratch_bytes" not in facts(job(tmp_path, moved, "job.yaml")[0])
 
 
 def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:

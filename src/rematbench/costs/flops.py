@@ -77,8 +77,9 @@ def frozen_flop_per_token(work: Workload) -> int:
     if not (work.adapted or work.trained_parts):
         return 4 * layer * work.frozen_layers
     head = model.hidden * model.vocab * (not work.trains("head"))
-    each = work.lora_rank * work.adapted_widths(0) + 4 * work.bottleneck * model.hidden
-    adapters = (model.num_layers - work.frozen_layers) * each
+    layers = range(work.frozen_layers, model.num_layers)
+    adapters = work.lora_rank * sum(work.adapted_widths(layer, active=True) for layer in layers)
+    adapters += 4 * work.bottleneck * model.hidden * len(layers)
     return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
 
 

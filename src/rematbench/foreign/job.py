@@ -328,7 +328,15 @@ def _system(
         reading.notes.append(
             "weights are fp32, and autocast converts them to 16 bits in each operator"
         )
+    whole = (reading.method or ("", {}))[0] == "full_recompute"
+    if whole and values.get("ep_overlap") and base == "megatron-core-0.16":
+        base = "megatron-core-dev"
+        words = "releases refuse it with full recomputation, so the stack is megatron-core-dev"
+        reading.notes.append(f"{reading.keys.get('ep_overlap')}: {words}")
     system = load_system(base)
+    if values.get("foreach") and not system.states.flat_step:
+        # torch/optim/adam.py, _multi_tensor_adam: the roots of all second moments are new tensors.
+        facts["step_scratch_bytes"] = facts.get("param_bytes", system.states.param_bytes)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
@@ -337,7 +345,7 @@ def _system(
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
     used = {
-        "activation_offload": (reading.method or ("", {}))[1].get("inputs") == "host",
+        "activation_offload": str((reading.method or ("", {}))[1].get("inputs")).endswith("host"),
         "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
     }
     if more := [name for name in used if used[name] and name not in shipped["features"]]:

@@ -9,7 +9,7 @@ from typing import Any
 from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.keys import declared, dialect, read_keys, read_sizes
 from rematbench.foreign.megatron_experts import read_experts
-from rematbench.foreign.reading import Options, Reading, first_value, number, whole
+from rematbench.foreign.reading import Options, Reading, first_value, inputs_at, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, merge_document, note_cap, read_trainer
@@ -60,6 +60,8 @@ GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-
 """Options with the number of micro-batches that a chunk runs in a row, which is pp by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled; those of experts are not."""
+SHARED = ("distribute-saved-activations", "distribute-checkpointed-activations")
+"""The switch that shares inputs of layers out over tensor-parallel ranks, and its name in 2021."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SIZED = {"num-layers", "hybrid-layer-pattern"}
 """Options of lines that state the model's sizes; other lines name their model."""
@@ -153,9 +155,6 @@ def _read(options: Options, script: Script) -> Reading:
     reading.method = _offloaded(reading, options, *_method(reading, options))
     _named_model(reading, options)
     _deepspeed(reading, options, script)
-    if "partition-activations" in options and reading.get("tp", 1) > 1:
-        text = "inputs of layers are sharded by rows only with --sequence-parallel"
-        reading.notes.append(f"--partition-activations: {text}")
     mask = reading.get("micro_batch", 1) * reading.get("seq_len", 0) ** 2 / 2**30
     own = any(one.endswith("pretrain_gpt.py") for words in script.commands for one in words)
     if own and mask > 0.5 and "no-create-attention-mask-in-dataloader" not in options:
@@ -416,15 +415,19 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
         granularity = granularity or "selective"
     if "checkpoint-activations" in options or "activations-checkpoint-method" in options:
         granularity = "full"
+    shared = [name for name in SHARED if name in options]
     if granularity == "full":
         old = first_value(options, "activations-checkpoint-method", "uniform")  # its name in 2021
         method = first_value(options, "recompute-method", old)
         name = next((name for name in LAYERS if options.get(name)), LAYERS[0])
         layers = whole(first_value(options, name, "1"), reading.file, f"--{name}")
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
-        if "checkpoint-in-cpu" in options:
-            settings["inputs"] = "host"
+        split = bool(shared) or ("partition-activations" in options and reading.get("tp", 1) > 1)
+        if split or "checkpoint-in-cpu" in options:
+            settings["inputs"] = inputs_at(split=split, host="checkpoint-in-cpu" in options)
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
+    if shared:
+        reading.refused.append(f"--{shared[0]}: Megatron has it for full recomputation only")
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)
     return "keep_all", {}

@@ -100,3 +100,8 @@ def switch(value: Any, file: str, key: str) -> bool:
     if word in {"false", "no", "off", "0", "none"}:
         return False
     raise ConfigError(file, key, f"{value!r} is not a switch (allowed: true, false)")
+
+
+def inputs_at(*, split: bool, host: bool) -> str:
+    """The place of layers' inputs, as a setting of full recomputation."""
+    return ("shared" * split + "_host" * host).strip("_")

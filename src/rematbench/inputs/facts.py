@@ -20,6 +20,7 @@ FEATURES = (
     "compile",
     "cuda_graphs",
     "ep_overlap",
+    "ep_overlap_recompute",
     "hybrid_sharding",
     "optimizer_offload",
     "param_offload",

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
+from typing import Literal
 
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -18,8 +19,9 @@ from rematbench.engine.lowering.blocks.fates import (
     resolve,
 )
 from rematbench.engine.lowering.lower import rank_orders
+from rematbench.engine.lowering.plan_checks import shares_refusal
 from rematbench.engine.lowering.rank_steps import pass_kinds
-from rematbench.plan import Fate, Phase, Plan, Rule, Select
+from rematbench.plan import Fate, Phase, Plan, Rule, Select, Share, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.search import smallest_feasible
 
@@ -102,6 +104,16 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 def rule_of(names: tuple[str, ...], fate: Fate, layers: tuple[int, ...] | None = None) -> Rule:
     """The rule that gives kept activations of these names a fate, in `layers` (None: in all)."""
     return Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
+
+
+def sharing_inputs(
+    problem: Problem, plan: Plan, layers: tuple[int, ...], home: Literal["device", "host"]
+) -> Plan | Unsupported:
+    """The plan whose tensor-parallel ranks share out the kept inputs of `layers` (empty: all)."""
+    share = Share(problem.layout.tp, home)
+    made = plan.with_rules(rule_of(("layer_input",), share, layers or None))
+    refused = shares_refusal(made, problem.layout)
+    return Unsupported(refused) if refused else made
 
 
 def smallest_fitting(problem: Problem, at: Callable[[int], Plan], top: int) -> int | None:

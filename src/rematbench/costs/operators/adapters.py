@@ -12,7 +12,9 @@ adapters are those of Megatron Bridge (peft/utils.py, ParallelLinearAdapter). At
 linear, ranks split the columns of A and save its gathered input; at a row-parallel linear they
 split the rows of A and also gather the product with B. They always split the columns of B.
 Deviations: ranks sum products with A instead of gathering them, and gather a norm's output twice,
-for the linear and for the adapter. Norms that PEFT made fp32 have fp32 outputs, and a linear of
+for the linear and for the adapter. Each expert of a rank has its A and B, in grouped products as
+its linears have (ms-swift 4.6, swift/megatron/tuners/lora.py): the gate and the up projection,
+which are one linear, have one A. Norms that PEFT made fp32 have fp32 outputs, and a linear of
 bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
 attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
 the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and
@@ -89,6 +91,11 @@ def _reads_weights(kernel: Kernel) -> bool:
     return isinstance(kernel, Gemm) or (isinstance(kernel, Elementwise) and kernel.of_weights)
 
 
+def _groups(op: Op) -> int:
+    """The number of experts whose linears an operator multiplies by; 1 for any other operator."""
+    return next(one.batch for one in op.forward if isinstance(one, Gemm)) if op.of_experts else 1
+
+
 def _doubled(comm: Comm | None) -> Comm | None:
     """The collective of a linear, with the bytes of its adapter added. If the linear all-reduces,
     the adapter gathers its product, which costs half of an all-reduce."""
@@ -134,7 +141,7 @@ class _Trainer:
     def _rewritten(self, op: Op) -> Iterator[Op]:
         """Yield the operators of an operator's adapters, and then the changed operator."""
         whole = self._trains(op)
-        targets = [name for name in self.adapted if self._output(op, name)]
+        targets = self._targets(op)
         op = replace(op, **self._held(op, whole=whole))
         op = op if whole else self._frozen(op)
         if op.is_matrix and op.inputs[0] not in self.live:
@@ -280,10 +287,18 @@ class _Trainer:
     def _size(self, name: str) -> tuple[int, int]:
         return self.activations[name].rows, self.activations[name].row_bytes
 
-    def _output(self, op: Op, target: str) -> str:
-        stem = _OUTPUTS.get(target, target)
-        names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
-        return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
+    def _targets(self, op: Op) -> dict[str, str]:
+        """The names of an operator's adapters, each with the output to which it adds."""
+        of, _, linear = op.name.rpartition("_")
+        names = [name for name in self.adapted if LINEARS[name] == linear]
+        if op.of_experts:
+            return {op.name: op.outputs[0]} if names else {}
+        before, found = f"{of}_" if of == "shared" else "", dict[str, str]()
+        for name in names:
+            stem = before + ("out" if before + name == "shared_down" else _OUTPUTS.get(name, name))
+            outputs = [o for o in op.outputs if o.removesuffix("_raw") in (stem, f"{stem}_rows")]
+            found |= dict.fromkeys([before + name] * bool(outputs), "".join(outputs))
+        return found
 
     def _columns(self, name: str) -> int:
         return self.old.activations[name].row_bytes // self.e
@@ -332,15 +347,17 @@ class _Trainer:
             )
             self.live.update({source} if live else ())
         rank, sums, back = work.lora_rank, None, None
-        if self.tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
+        tp, count = 1 if op.of_experts else self.tp, _groups(op)
+        if tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
             yield from self._gather(op, target, source, columns)
             source = self.gathered[source]
             rows = self.activations[source].rows
-        if self.tp > 1:
+        if tp > 1:
             sums = Comm("all_reduce", "tp", rows * rank * self.width)
-            rank = rank if split else rank // self.tp
+            rank = rank if split else rank // tp
             if not split and live and source not in self.gathered.values():
                 back = Comm("all_reduce", "tp", rows * columns * self.width)
+        each = ceil(rows / count)
         low = self._add(f"lora_{target}", source, work.lora_rank, self.width, live=live or both)
         self.live.update({low} if live or both else ())
         yield Op(
@@ -348,32 +365,34 @@ class _Trainer:
             inputs=(source,),
             outputs=(low,),
             saves=(source,) if both else (),
-            forward=(Gemm(rows, rank, columns),),
-            backward_input=(Gemm(rows, columns, rank),) if live else (),
-            backward_weight=(Gemm(columns, rank, rows),) if both else (),
-            parameters=self._wide(columns * rank),
-            trained=columns * rank if both else 0,
+            forward=(Gemm(each, rank, columns, count),),
+            backward_input=(Gemm(each, columns, rank, count),) if live else (),
+            backward_weight=(Gemm(columns, rank, each, count),) if both else (),
+            parameters=self._wide(count * columns * rank),
+            trained=count * columns * rank if both else 0,
+            of_experts=op.of_experts,
             reduce=sums,
             grad_gather=sums if live or both else None,
             grad_reduce=back,
             adapts=op.name,
         )
 
-    def _adapted(self, op: Op, targets: list[str]) -> Op:
-        rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
-        low = tuple(f"lora_{target}" for target in targets)
-        outs = [self._output(op, target) for target in targets]
+    def _adapted(self, op: Op, targets: dict[str, str]) -> Op:
+        rank, count = self.work.lora_rank, _groups(op)
+        low, outs = tuple(f"lora_{target}" for target in targets), [*targets.values()]
+        rows = self.activations[low[0]].rows
+        each = ceil(rows / count)
         whole = self.tp if op.reduce is not None else 1  # row-parallel outputs are whole
         widths = [self._columns(out) // whole for out in outs]
-        trained = sum(widths) * rank
+        trained = count * sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {
-            "forward": tuple(Gemm(rows, width, rank) for width in widths),
+            "forward": tuple(Gemm(each, width, rank, count) for width in widths),
             "backward_input": tuple(
-                Gemm(rows, rank, width)
+                Gemm(each, rank, width, count)
                 for name, width in zip(low, widths, strict=True)
                 if name in self.live
             ),
-            "backward_weight": tuple(Gemm(rank, width, rows) for width in widths),
+            "backward_weight": tuple(Gemm(rank, width, each, count) for width in widths),
         }
         scratch = 0
         if not self.system.kernels.fused_linears:
@@ -393,7 +412,7 @@ class _Trainer:
         )
         if whole > 1:
             op = replace(op, reduce=_doubled(op.reduce), grad_gather=_doubled(op.grad_gather))
-        return self._dora(op, targets, outs) if self.work.dora else op
+        return self._dora(op, [*targets], outs) if self.work.dora else op
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
         """The kernels that scale an adapter's output and add it to the linear's output, with a cast

@@ -273,7 +273,7 @@ LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
 """Endings of the names of tensors that an adapter saves: the product with its first matrix, its
 input if that is a copy, the dropout mask of the input, and for DoRA the outputs of linear and
 adapter."""
-GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
+GATHERED_INPUTS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")
 """The linears whose adapters save a gathered input under tensor parallelism (`lora_*_rows`)."""
 _HEADS = ("q", "k", "v")
 NORMS = (
@@ -321,8 +321,12 @@ LINEAR_INPUTS = (
     "joined",
 )
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
+_ADAPTED = (
+    *(*get_args(AdapterTarget), "expert_fc1", "expert_fc2"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
 _ADAPTERS = (
-    *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"lora_{name}{kind}" for name in _ADAPTED for kind in LORA_KINDS),
     *(f"lora_{name}_rows" for name in GATHERED_INPUTS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )

@@ -9,6 +9,7 @@ from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
+from rematbench.inputs.layout import Layout
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     Fate,
@@ -19,6 +20,7 @@ from rematbench.plan import (
     PlanError,
     Recompute,
     Select,
+    Share,
     Split,
     gathers_by_layer,
     leaves,
@@ -50,6 +52,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         vocabulary_refusal(plan, lay, problem.system, problem.workload),
         graph_conflict(plan, problem),
         completed_after_backward(problem) if early else "",
+        shares_refusal(plan, lay),
     )
     for refused in filter(None, refusals):
         raise PlanError(refused)
@@ -63,6 +66,19 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     for sequence in plan.mini_sequences:
         if operators.isdisjoint(sequence.ops):
             raise PlanError(f"mini-sequence of {sequence.ops} matches no operator of this model")
+
+
+def shares_refusal(plan: Plan, layout: Layout) -> str:
+    """Why a plan cannot share tensors out over tensor-parallel ranks; empty if it can.  The rules
+    are megatron-core's (0.16.1, training/arguments.py and transformer/transformer_config.py)."""
+    ranks = {rule.fate.ranks for rule in plan.rules if isinstance(rule.fate, Share)}
+    reasons = {
+        "can distribute only across tensor model parallel groups: tp is 1": layout.tp == 1,
+        "must be false when sequence parallel is enabled": layout.sequence_parallel,
+        "is not modelled with a second tensor dimension": layout.tp_columns > 1,
+        f"has parts of {[*ranks]} ranks, but tp is {layout.tp}": ranks != {layout.tp},
+    }
+    return refusal("distribute_saved_activations", reasons) if ranks else ""
 
 
 def _check_partition(plan: Plan, problem: Problem) -> None:

@@ -4,8 +4,9 @@ and parts are one object. Only this module knows how they are printed.
 A storage is local to a (micro-batch, chunk). `L3.q` is activation q of the chunk's layer 3. `E.`
 marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy, `.part`
 an output before its reduction, `@host` host memory. `#k`, `#o` and `#r` mark the kept, offloaded
-and rebuilt rows, `.r` a rebuilt copy in addition to the tensor, `%2` piece 2 of a mini-sequence;
-`^` a storage that all micro-batches of the chunk use.
+and rebuilt rows, `#s` the rows that this rank keeps for its peers, `.r` a rebuilt copy in addition
+to the tensor, `%2` piece 2 of a mini-sequence; `^` a storage that all micro-batches of the chunk
+use.
 """
 
 from collections.abc import Callable
@@ -95,7 +96,7 @@ _VALUES = {
 }
 _GRADIENTS = {value: gradient for gradient, value in _VALUES.items()}
 
-KEPT, OFFLOADED, REBUILT, COPY = "#k", "#o", "#r", ".r"
+KEPT, OFFLOADED, REBUILT, SHARED, COPY = "#k", "#o", "#r", "#s", ".r"
 """The marks of a tensor's rows by their fate, and of a rebuilt copy in addition to the tensor."""
 HOST, HELD = "@host", "^"
 """The marks of places other than the device memory of a micro-batch: host memory, and a storage
@@ -176,7 +177,7 @@ class Storage(Named, frozen=True, eq=False, gc=False):
         return self._with(HELD, 5, HELD)
 
     def with_rows(self, rows: str) -> "Storage":
-        """The storage of the rows with one fate (KEPT, OFFLOADED, REBUILT), or of a copy (COPY)."""
+        """The storage of the rows with one fate, or of a copy; `rows` is one of the marks above."""
         return self._with(rows, 3, rows)
 
     def of_piece(self, piece: int) -> "Storage":

@@ -162,7 +162,7 @@ def _plain(fate: Resolved) -> Resolved:
     then."""
     if fate.recompute_bytes:
         return fate
-    return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
+    return Resolved(fate.keep_bytes, fate.offload_bytes, 0, peer_bytes=fate.peer_bytes)
 
 
 class Offers:
@@ -240,7 +240,7 @@ def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
     `scope`, `whole` or `window` of a recomputation differs."""
     if counterpart is None:
         return fate.nbytes
-    parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
+    parts = ("keep_bytes", "offload_bytes", "recompute_bytes", "peer_bytes")
     moved = sum(abs(getattr(fate, part) - getattr(counterpart, part)) for part in parts) // 2
     return moved or int(fate != counterpart)
 
@@ -264,6 +264,7 @@ def _words(fate: Resolved) -> str:
         "kept": fate.keep_bytes,
         "offloaded": fate.offload_bytes,
         "recomputed": fate.recompute_bytes,
+        "on other ranks": fate.peer_bytes,
     }
     alive = {name: nbytes for name, nbytes in parts.items() if nbytes}
     if len(alive) > 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import FieldInfo, asdict, fields, replace
+from msgspec.structs import FieldInfo, asdict, astuple, fields, replace
 
 import rematbench
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
@@ -225,7 +225,9 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
             sites = ChunkOps.of_plan(problem, plan, rank, chunk).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
-                table.append([[*site, fate] for site, fate in fates.items()])
+                given = ((site, astuple(fate)) for site, fate in fates.items())
+                # Records that are older than the last field keep their hashes.
+                table.append([[*site, fate if fate[-1] else fate[:-1]] for site, fate in given])
     windows = [r for r in plan.rules if (r.select.micro_batches, r.select.slices) != (None, None)]
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)

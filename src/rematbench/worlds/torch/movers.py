@@ -19,7 +19,7 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
 )
-from rematbench.engine.program.storage import Role, Storage
+from rematbench.engine.program.storage import SHARED, Role, Storage
 from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.parameters import HostShard, Parameter
@@ -151,11 +151,15 @@ class Movers:
         return unit.table.activations[storage.tensor]
 
     def split(self, action: Action, span: Span) -> None:
-        """Copy out the kept and the offloaded part: rows if the rest is rebuilt, otherwise
-        bytes."""
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, this rank's rows if
+        its tensor-parallel peers keep the rest, otherwise bytes."""
         name = action.reads[0]
         whole = self.memory[span.key(name)]
         data = whole.data
+        if action.allocs[0].storage.rows == SHARED:
+            own = data.chunk(self.model.problem.layout.tp)[self.model.tp_rank].clone()
+            self.memory.put(span.key(action.allocs[0].storage), Value(own))
+            return
         self.forms[span.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
         total = sum(alloc.nbytes for alloc in action.allocs)
         if total == data.numel() * data.element_size():

@@ -22,6 +22,7 @@ from rematbench.engine.program.storage import (
     HEAD,
     KEPT,
     OFFLOADED,
+    SHARED,
     ModelPart,
     Storage,
     part_of,
@@ -437,6 +438,9 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
         if fate.recompute_bytes:
             return []
         return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
+    if fate.peer_bytes:
+        kept = fate.nbytes - fate.peer_bytes
+        return [StoredPart(storage.with_rows(SHARED), kept, fate.offload_bytes > 0)]
     parts = []
     if fate.keep_bytes:
         parts.append(StoredPart(storage.with_rows(KEPT), fate.keep_bytes, False))

@@ -19,6 +19,7 @@ from rematbench.plan import (
     Rule,
     Scope,
     Select,
+    Share,
     Split,
     Window,
 )
@@ -29,7 +30,8 @@ Site = tuple[Part, int, str]
 
 
 class Resolved(Struct, frozen=True, array_like=True, gc=False):
-    """The fate of a saved tensor: the bytes that are kept, offloaded and rebuilt."""
+    """The fate of a saved tensor: the bytes that are kept, offloaded and rebuilt, and those that
+    other ranks have (`peer_bytes`)."""
 
     keep_bytes: int
     offload_bytes: int
@@ -37,10 +39,11 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
     scope: Scope | Group = "consumer"
     whole: bool = False
     window: Window | None = None
+    peer_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.keep_bytes + self.offload_bytes + self.recompute_bytes
+        return self.keep_bytes + self.offload_bytes + self.recompute_bytes + self.peer_bytes
 
     @property
     def changed(self) -> bool:
@@ -49,7 +52,8 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
     @property
     def mixed(self) -> bool:
         """Whether the tensor has more than one fate, so that its storage is in parts."""
-        return (self.keep_bytes > 0) + (self.offload_bytes > 0) + (self.recompute_bytes > 0) > 1
+        parts = self.keep_bytes, self.offload_bytes, self.recompute_bytes, self.peer_bytes
+        return sum(part > 0 for part in parts) > 1
 
 
 Fates = dict[Site, Resolved]
@@ -173,6 +177,12 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
             return Resolved(0, whole, 0)
         case Recompute():
             return Resolved(0, 0, whole, fate.scope, fate.whole, fate.window)
+        case Share():
+            if tensor.rows % fate.ranks:
+                words = f"{fate.ranks} ranks cannot share {tensor.rows} rows evenly"
+                raise PlanError(f"{tensor.name}: {words}")
+            part, away = whole // fate.ranks, fate.home == "host"
+            return Resolved(part * (not away), part * away, 0, peer_bytes=whole - part)
         case Split():
             if fate.offload + fate.recompute > 1.0:
                 raise PlanError(

@@ -11,7 +11,6 @@ from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
 from rematbench.engine.program.storage import NO_PART, Event, Role, Slot, Storage, storage_of
 from rematbench.inputs.precision import FP32
-from rematbench.plan import PlanError
 
 Storages = Sequence[tuple[Storage, int]]
 
@@ -19,13 +18,6 @@ OPERANDS, GRADIENTS = 3, 2
 """The numbers of largest elements that TransformerEngine tracks for each matrix product: in a
 forward those of input, weight and output; in a backward those of the gradients of output and input
 (pytorch/quantization.py)."""
-NOT_AGAIN = (
-    "disable moe in recompute_modules, and full recomputation, when enabling "
-    "overlap_moe_expert_parallel_comm"
-)
-"""Megatron-core's message (transformer_config.py) for recomputation that would exchange the tokens
-of experts again. Releases after 0.16.1 refuse such a module with it; 0.16.1 silently does not
-recompute the module."""
 
 
 class Names(NamedTuple):
@@ -60,9 +52,7 @@ def emit_op(
     """Emit an operator's gather, kernels and reduction. With GEMM overlap and in ring attention,
     the collectives run during the kernels, and compute waits for them afterwards."""
     if op.moves:
-        if op.exchanges and kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
-            raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
-        _exchange(w, chunk, unit, op, names, rows)
+        _exchange(w, chunk, unit, op, kind, names, rows)
         return
     fraction = rows.fraction
     gemm_overlap = chunk.problem.tp_overlap == "gemm"
@@ -103,9 +93,10 @@ def emit_op(
 
 
 def _exchange(
-    w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, names: Names, rows: Rows
+    w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, kind: Kind, names: Names, rows: Rows
 ) -> None:
-    """Emit an all-to-all for the tensors that `names` writes; it has no kernels."""
+    """Emit an all-to-all without kernels, for the tensors that `names` writes.  Compute waits for
+    one that runs again (NVIDIA/Megatron-LM pull request 5869: exposed by design)."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -124,7 +115,7 @@ def _exchange(
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
     done = w.collective(comm, unit.prefix, op.name, reads, allocs, rows)
-    if op.exchanges:
+    if op.exchanges and kind is not Kind.RECOMPUTE:
         w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 

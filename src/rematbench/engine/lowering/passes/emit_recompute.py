@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rematbench.costs.operators.ops import Op, rebuild_ops
+from rematbench.costs.operators.ops import Comm, Op, rebuild_ops
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -17,6 +17,17 @@ from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_op
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Exchange, Kind, Rows
 from rematbench.engine.program.storage import COPY, REBUILT, ModelPart, Storage
 from rematbench.plan import Group, PlanError
+
+NOT_AGAIN = (
+    "disable moe in recompute_modules, and full recomputation, when enabling "
+    "overlap_moe_expert_parallel_comm"
+)
+"""Megatron-core's message (transformer_config.py) for recomputation that sends experts' tokens
+again.  Releases after 0.16.1 refuse the module with it; 0.16.1 silently skips the module's
+recomputation.  Full recomputation is in its branch `dev` from July 2026 on (REPLAYS)."""
+REPLAYS = "ep_overlap_recompute"
+"""The feature of a stack whose layers can run again, exchanges included, although exchanges overlap
+another micro-batch."""
 
 
 class Recomputer:
@@ -185,6 +196,12 @@ class Recomputer:
     def _recompute_op(
         self, unit: Unit, op: Op, missing: set[str], made: dict[str, Storage]
     ) -> None:
+        problem, fates = self.chunk.problem, self._fates[unit.prefix].values()
+        if op.exchanges and problem.ep_overlaps:
+            layers = REPLAYS in problem.system.accepts.features
+            if not (layers and any(fate.whole for fate in fates)):
+                words = f"ep_overlap does not allow {op.name} to be recomputed"
+                raise PlanError(f"{words}: {NOT_AGAIN}")
         fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} needs all rows: recompute all of them or none")
@@ -257,13 +274,21 @@ class Recomputer:
                 raise PlanError(_orphan(storage))
             self.rebuild_inside(unit, {name})
         if fate.mixed:
-            parts = [part.storage for part in stored_parts(storage, fate)]
-            if fate.recompute_bytes:
-                parts.append(storage.with_rows(REBUILT))
-            whole = Alloc(storage, fate.nbytes)
-            self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
+            self._join(storage, fate)
         self.on_device.add(storage)
         return storage
+
+    def _join(self, storage: Storage, fate: Resolved) -> None:
+        parts = [part.storage for part in stored_parts(storage, fate)]
+        if fate.recompute_bytes:
+            parts.append(storage.with_rows(REBUILT))
+        whole = Alloc(storage, fate.nbytes)
+        if fate.peer_bytes:
+            comm = Comm("all_gather", "tp", fate.nbytes)
+            done = self.w.collective(comm, storage.part, storage.label, parts, [whole])
+            self.w.wait(COMPUTE, done)
+            return
+        self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
 
 
 def _orphan(storage: Storage) -> str:
