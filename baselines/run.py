@@ -1,7 +1,8 @@
 """The process of a baseline: python baselines/run.py NAME JOBS.json FOLDER, or under torchrun/srun.
 
-Started alone, the process forks one process per rank of each job (the package is imported once).
-Started by torchrun or srun, it is one rank.  Every job ends in FOLDER/<number>.json, a Record.
+Started by itself, the process imports the package once and forks one process per rank of each job.
+Started by torchrun or srun, the process is one rank. For every job it writes FOLDER/<number>.json,
+a Record.
 """
 
 import importlib
@@ -17,7 +18,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: run.py NAME JOBS.json FOLDER\n")
         return 2
     name, jobs, folder = arguments
-    sys.path[0] = str(ROOT)  # this folder has directories named like the packages
+    sys.path[0] = str(ROOT)  # this folder has folders with the packages' names
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     driver = importlib.import_module("baselines.common.driver")
     code: int = driver.drive(name, Path(jobs), Path(folder))

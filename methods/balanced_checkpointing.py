@@ -1,11 +1,11 @@
-"""balanced_checkpointing: recompute only activations that are cheap to rebuild per freed byte.
+"""balanced_checkpointing: recompute only activations that take little time per freed byte.
 
-Claim: rebuilding both norms' outputs and SiLU x up inside the linears that read them frees a third
-of a layer's activations for well under one per cent of its work.
+Claim: rebuilding the outputs of both norms and of SiLU x up inside the linears that read them frees
+a third of a layer's activations for well under one per cent of the layer's work.
 Source: Yuan et al., USENIX ATC 2024, section on compute-memory balanced checkpointing.
-Deviations: experts and a shared expert have the tensors of an MLP.  The paper's Pareto front was
-not readable; `front` computes ours over all subsets of the saved activations with this problem's
-costs.  The published point is the default.
+Deviations: in layers with experts, the tensors of experts are treated like those of an MLP. The
+paper's Pareto front could not be read; `front` computes one over all subsets of the saved
+activations, with this problem's costs. The default is the point that the paper publishes.
 """
 
 from typing import ClassVar, Literal
@@ -20,15 +20,15 @@ from rematbench.solve.recompute_modules import with_copies
 PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "expert_fc2_in", "shared_fc2_in")
 FC1 = ("gate_out", "up_out", "expert_fc1_out", "shared_gate_out", "shared_up_out")
 MOST = 17
-"""The most tensors of a layer for which `front` tries all subsets; these take seconds."""
+"""The most tensors of a layer for which `front` tries all subsets, which takes seconds."""
 
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`point`: a rung of the ladder none < published < published+fc1 < all < full, or `front`: the
-    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes.
-    `all` drops the same tensors as `full`, but runs only the operators that these tensors need.
-    `scope`: rebuild before each consumer, or at the start of the layer's backward (always, for
-    `full`)."""
+    """`point`: which tensors are dropped, from none over published, published+fc1 and all to full;
+    or `front`: the fastest point of the computed front that keeps at most `keep_fraction` of a
+    layer's bytes. `all` drops the same tensors as `full`, but runs only the operators that they
+    need. `scope`: rebuild before each consumer, or at the start of the layer's backward (always,
+    for `full`)."""
 
     name: ClassVar[str] = "balanced_checkpointing"
     grid: ClassVar[tuple[Settings, ...]] = tuple(

@@ -1,12 +1,12 @@
-"""deep_optimizer_states: optimizer states on the host; every K-th piece visits the device.
+"""deep_optimizer_states: optimizer states on the host, and every K-th piece updated on the device.
 
-Claim: while the CPU updates K - 1 pieces, one more visits the device for its update, so the update
-is shorter than the CPU's alone.
-Source: Maurya et al., Deep Optimizer States, Middleware 2024, arXiv 2410.21316; code of
-DeepSpeed's branch deep-optimizer-states, logs of deep-optimizer-states-results.  2 n (1 - 1/K) +
-12 n/K bytes go each way in a step, for n parameters of a rank.
-Deviations: the paper's formula for K is not public; K = 2 is the best of its logs.  Its published
-runs do not train (the loss differs from the baseline's from step 2 on); here the update is exact.
+Claim: while the CPU updates K - 1 pieces, one more piece is copied to the device and updated there,
+so the update is shorter than on the CPU alone.
+Source: Maurya et al., Deep Optimizer States, Middleware 2024, arXiv 2410.21316; code of DeepSpeed's
+branch deep-optimizer-states, logs of deep-optimizer-states-results. In a step 2 n (1 - 1/K) + 12
+n/K bytes are copied each way, for n parameters of a rank.
+Deviations: the paper's formula for K is not public; K = 2 is the best of its logs. The published
+runs do not train (their loss differs from the baseline's from step 2 on); here the update is exact.
 """
 
 from typing import Annotated, ClassVar
@@ -27,8 +27,8 @@ from rematbench.solve.state_pieces import even, piece_size, placed, refusal
 
 
 class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`interleave`: K.  `ratio`: the share of pieces at home on the host.  `size`: parameters of a
-    piece.  `slots`: visits in flight."""
+    """`interleave`: K. `ratio`: the share of pieces that are kept on the host. `size`: parameters
+    of a piece. `slots`: the number of visits at the same time."""
 
     name: ClassVar[str] = "deep_optimizer_states"
     moves_states: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slots: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        if reason := refusal(problem, base, host=True):
+        if reason := refusal(problem, base):
             return Unsupported(reason)
         size, count = piece_size(problem, base, self.size)
         found: list[Place] = []

@@ -1,11 +1,13 @@
 """full_recompute: keep the inputs of groups of layers and recompute whole layers in the backward.
 
-Claim: activations fall to one tensor per group, for one more forward pass.
-Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
-`--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
-selective checkpointing of whole layers (`selective_ac_option: N`); inputs on the host: DeepSpeed's
-`cpu_checkpointing` (Rasley et al. 2020), which long-context recipes also have.
-Deviations: groups never cross a chunk (as in Megatron); the random state of attention is not
+Claim: activations shrink to one tensor per group, for one more forward pass.
+Source: Chen et al. 2016 (arXiv 1604.06174); Megatron-LM's `--recompute-granularity full` with
+`--recompute-method uniform|block` and `--recompute-num-layers N`. `every` is torchtitan's selective
+checkpointing of whole layers (`selective_ac_option: N`). Inputs on the host are DeepSpeed's
+`cpu_checkpointing` (Rasley et al. 2020), which is also used for long contexts. Shared inputs are
+Megatron's `--distribute-saved-activations` (megatron-core 0.16.1, tensor_parallel/random.py) and
+DeepSpeed's `partition_activations`.
+Deviations: groups never cross a chunk (as in Megatron-LM); the random state of attention is not
 counted.
 """
 
@@ -20,6 +22,7 @@ from rematbench.solve.kept import (
     kept_activations,
     no_offload,
     rule_of,
+    sharing_inputs,
     with_live_rules,
 )
 from rematbench.solve.recompute_modules import (
@@ -31,17 +34,19 @@ from rematbench.solve.recompute_modules import (
 
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`uniform`: each chunk is cut into groups of `num_layers`, which are rebuilt from their first
-    input. `block`: only the first `num_layers` layers of each chunk are rebuilt, each as a group.
-    `every` n: only every n-th layer of the model is rebuilt, as a group (uniform, one layer).
-    `layers`: only these layers (`0-5,20`) are, each as a group. `inputs` host: the inputs of groups
-    leave the device after the next layer's forward, and return one layer before their backward."""
+    """`method` uniform: each chunk is split into groups of `num_layers`, which are rebuilt from
+    their first input. `method` block: only the first `num_layers` layers of each chunk are rebuilt,
+    each as a group. `every` n: only every n-th layer of the model is rebuilt, as a group. `layers`:
+    only these layers (`0-5,20`) are rebuilt, each as a group. `inputs` host: the inputs of groups
+    leave the device after the next layer's forward, and return one layer before their backward.
+    `inputs` shared: each tensor-parallel rank keeps a part of them (shared_host: on the host), and
+    they are gathered before their group is rebuilt."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
     num_layers: PositiveInt = 1
     every: PositiveInt = 1
-    inputs: Literal["device", "host"] = "device"
+    inputs: Literal["device", "host", "shared", "shared_host"] = "device"
     layers: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -49,7 +54,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         chosen = self._chosen(base)
         if isinstance(chosen, str):
             return Unsupported(chosen)
-        if self.inputs == "host" and (refused := self._host_refusal(problem, base)):
+        if self.inputs.endswith("host") and (refused := self._host_refusal(problem, base)):
             return Unsupported(refused)
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
@@ -64,9 +69,16 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "the base rebuilds tensors of some layers before their backward, when a group's "
                 f"inputs do not exist yet: set num_layers=1, not {self.num_layers}"
             )
-        if self.inputs == "device":
-            return made
-        moved = made.with_rules(rule_of(("layer_input",), Offload()))
+        return made if self.inputs == "device" else self._moved(problem, made, chosen)
+
+    def _moved(self, problem: Problem, plan: Plan, chosen: tuple[int, ...]) -> Plan | Unsupported:
+        host = self.inputs.endswith("host")
+        if self.inputs == "host":
+            moved: Plan | Unsupported = plan.with_rules(rule_of(("layer_input",), Offload()))
+        else:
+            moved = sharing_inputs(problem, plan, chosen, "host" if host else "device")
+        if isinstance(moved, Unsupported) or not host:
+            return moved
         return replace(moved, transfers=Transfers(granularity="layer"))
 
     def _host_refusal(self, problem: Problem, base: Plan) -> str:

@@ -1,17 +1,17 @@
-"""karma: swap the layers whose copies hide behind compute, and recompute the other layers.
+"""karma: swap the layers whose copies are hidden by compute, and recompute the other layers.
 
 Claim: recomputation between swaps keeps a GPU busy while layers are copied back, so training beyond
 the device's memory runs 1.52x faster on average than with earlier methods (convolutional networks).
-Source: Wahib et al., KARMA, SC 2020 (arXiv 2008.11421), its abstract.  Blocks of layers stay, leave
-for the host, or are recomputed while copies are under way; a model of stalls chooses.
-Deviations: the equations could not be read, so the formulation is ours.  A block is one layer.  The
-last layers of each chunk stay, as many as fit.  Over the other layers, from the last to the first,
-a layer is swapped if its copy out hides behind the forwards, and its copy back behind the backwards
-and rebuilds, of the layers above it that hide no other copy; if not, it is recomputed.  If layers
-are equal, the swapped share is min(1, t_forward / t_copy), like memo's share of tokens, and a layer
-takes t_forward (t_copy - t_forward) / t_copy longer; with stalls it would be t_copy - t_forward.
-Weights, gradients and the update stay on the device (the paper's distributed part moves them too),
-and the choice ignores the size of host memory.
+Source: Wahib et al., KARMA, SC 2020 (arXiv 2008.11421), its abstract. Blocks of layers stay on the
+device, are copied to the host, or are recomputed during copies; a model of stalls chooses.
+Deviations: the equations could not be read, so the formulation is ours. A block is one layer. The
+last layers of each chunk stay, as many as fit. The other layers are decided from the last to the
+first. A layer is swapped if its copy out is hidden by forwards, and its copy back by backwards and
+rebuilds, of later layers that hide no other copy; if not, it is recomputed. If all layers are
+equal, the swapped share is min(1, t_forward / t_copy), like memo's share of tokens, and a layer
+takes t_forward (t_copy - t_forward) / t_copy longer; with stalls it would take t_copy - t_forward
+longer. Weights, gradients and the update stay on the device (the paper's distributed part moves
+them, too), and the choice ignores the size of host memory.
 """
 
 from itertools import pairwise
@@ -83,8 +83,8 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _fates(problem: Problem, base: Plan, chunk: tuple[int, ...], leaving: int) -> list[Word]:
-    """The fates of a chunk's layers: of the first `leaving`, those whose copies both hide are
-    swapped, and the others are recomputed."""
+    """What happens to a chunk's layers. Of the first `leaving`, those whose two copies are hidden
+    are swapped, and the others are recomputed; the last layers stay."""
     kept = kept_activations(problem, base)
     fates: list[Word] = []
     out_s = back_s = 0.0  # the layers above can hide further copies for this time
@@ -110,8 +110,8 @@ def _fates(problem: Problem, base: Plan, chunk: tuple[int, ...], leaving: int) -
 def _moved(
     problem: Problem, base: Plan, swapped: tuple[int, ...], rebuilt: tuple[int, ...], ahead: int
 ) -> Plan:
-    """The base with the `swapped` layers copied back `ahead` layers early, and the others rebuilt
-    from their inputs."""
+    """The base with the `swapped` layers copied back `ahead` layers early, and the `rebuilt` layers
+    recomputed from their inputs."""
     inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
     if rebuilt:
         base = holding_inputs(problem, base, inner, whole=True)

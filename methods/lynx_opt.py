@@ -5,10 +5,11 @@ to rebuild and their windows, with the fewest exposed seconds of recomputation.
 Source: Chen et al., Lynx, arXiv 2406.08756 v4 (headline as in lynx_heu).
 Deviations: the equations could not be read, so the formulation is ours (solve/layer_policies.py).
 Groups of layers of a stage (a half, a quarter, ...) share binary variables for each operator and
-window. Each stage has one memory constraint over all groups, with layers in flight; the objective
-is the exposed recompute seconds of all layers. HiGHS runs with a node limit and a relative gap of
-0.001. The ledger verifies memory, and the budget is tightened if the linear model was wrong. The
-plan of the heuristic is a candidate too, so the simulated step is never longer than with lynx_heu.
+window. Each stage has one memory constraint over all groups, with the micro-batches in flight; the
+objective is the exposed seconds of recomputation of all layers. HiGHS runs with a node limit and a
+relative gap of 0.001. The ledger checks the memory, and the budget is reduced if the linear model
+was wrong. The heuristic's plan is a candidate too, so the simulated step is never longer than with
+lynx_heu.
 """
 
 from typing import ClassVar

@@ -1,23 +1,24 @@
-"""memo: swap a share alpha of every layer's tokens to the host, recompute the others.
+"""memo: swap a share alpha of every layer's tokens to the host, and recompute the other tokens.
 
-Claim: the largest share that hides behind one layer's forward and fits the host removes nearly all
-activations from the device, at little recomputation: 52.30 % MFU at 7B and 1M tokens on 8 A800.
-Source: Zhao et al., MEMO, arXiv 2407.12117 v3.  The layer input and the attention output are
-offloaded entirely, so attention is never recomputed.  For every other saved tensor, alpha of the
-tokens is offloaded and 1 - alpha is rebuilt just before the layer's backward.  The model's last two
+Claim: the largest share whose copy is hidden by one layer's forward and that fits the host removes
+nearly all activations from the device, with little recomputation: 52.30 % MFU at 7B and 1M tokens
+on 8 A800.
+Source: Zhao et al., MEMO, arXiv 2407.12117 v3. The layer input and the attention output are
+offloaded entirely, so attention is never recomputed. Of every other saved tensor, alpha of the
+tokens are offloaded and the rest are rebuilt just before the layer's backward. The model's last two
 layers are exempt.
     alpha: (S_in + S_attn + alpha S_other) / B <= T_layer_forward      (a GPU's share of PCIe)
            n (S_in + S_attn + alpha S_other) <= M_host                 (its share of host memory)
-with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism).  Two rounding
+with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism). Two rounding
 buffers alternate; after the backward of layer i + 2 the tensors of layer i are copied back.
 Deviations: the row statistics of attention are offloaded with its output, and so are the tensors
-that experts receive, whose rows are in another order.  A split tensor is stored in parts (SPLIT and
-JOIN are copies on the device), so the rounding buffers hold the offloaded tensors, not the whole
-layer.  Under pipeline parallelism the last swapped layer of a chunk is copied from separate memory
-during the next pass.  If an eager norm saves copies instead of its input, the layer input is kept
-and offloaded entirely, unless no token is rebuilt.  Addresses are planned by best fit (the paper's
-MIP gains nothing on these programs) if a step has at most 3,000 tensors; otherwise the framework's
-allocator places them.  Host memory is one pool of the planned size.
+that experts receive, because their rows are in another order. A split tensor is stored in two parts
+(SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded tensors, not
+the whole layer. Under pipeline parallelism the last swapped layer of a chunk is copied from
+separate memory during the next pass. If an eager norm saves copies instead of its input, the layer
+input is kept and offloaded entirely, unless no token is rebuilt. Addresses are planned by best fit
+(the paper's MIP gains nothing on these programs) if a step has at most 3,000 tensors; otherwise the
+framework's allocator places tensors. Host memory is one pool of the planned size.
 """
 
 from typing import ClassVar
@@ -52,9 +53,9 @@ WHOLE = ("layer_input", "attn_out", "attn_heads", "lse", "permutation", "expert_
 
 
 class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the share, or None for the largest share that both constraints allow.  `host_bytes`:
-    pinned memory of a node for activations (None: the cluster's host memory minus its states).
-    `buffers`: rounding buffers (0: fresh memory for each layer)."""
+    """`alpha`: the share, or None for the largest share that both constraints allow. `host_bytes`:
+    a node's pinned memory for activations (None: its host memory without the states). `buffers`:
+    the number of rounding buffers (0: new memory for each layer)."""
 
     name: ClassVar[str] = "memo"
     grid: ClassVar[tuple[Settings, ...]] = (
@@ -108,7 +109,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return whole, share
 
     def _refusal(self, problem: Problem, base: Plan) -> str:
-        """Why there is no plan; empty if there may be one."""
+        """The reason why there is no plan; empty if there may be one."""
         shortest = min(sum(len(chunk) for chunk in rank) for rank in base.partition)
         if refused := no_offload(problem):
             return refused
@@ -125,7 +126,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _moved(plan: Plan, share: SwapShare, buffers: int) -> Plan:
-    """The plan with copies by layer through rounding buffers, and its share in `fit`."""
+    """The plan with copies by layer through rounding buffers, and with a note of the share."""
     moves = Transfers(
         granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers
     )

@@ -1,18 +1,19 @@
-"""mst: compute the MLP and the LM head with its loss in mini-sequences, piece by piece.
+"""mst: compute the MLP, and the LM head with its loss, in mini-sequences (pieces of the rows).
 
-Claim: the temporary tensors that limit long sequences, the MLP's wide tensors and above all the
-logits, shrink by the number of pieces, for a few per cent of time and without more saved bytes.
+Claim: the temporary tensors that limit long sequences, which are the MLP's wide tensors and above
+all the logits, shrink by the number of pieces, for a few per cent of time and without more saved
+bytes.
 Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
-so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
-recomputed in its backward; used with full recomputation and optimizer-in-backward.
+so sequences up to d are not split), V / d pieces of the head (32 for Llama-3), the logits of a
+piece recomputed in its backward; used with full recomputation and optimizer-in-backward.
 `attention_chunks`: attention over slices of heads (Untied Ulysses, arXiv 2602.21196): queries, keys
-and values exist for a slice at a time, and are projected (and sent) again in its backward.
-Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its tensors no longer
-set the peak and kernels only become smaller.  The loss's saved statistics are recomputed by piece
-instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  Experts
+and values exist for one slice at a time, and are projected (and sent) again in its backward.
+Deviations: the rule makes at most 32 pieces of the MLP, because with more pieces the MLP no longer
+sets the peak and kernels only become smaller. The loss's saved statistics are recomputed by piece
+instead of kept. Weight gradients of the pieces are accumulated in place, as in autograd. Experts
 are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
-The loss's saved tensors are rebuilt by piece even if the base would offload them: they have the
-size of the logits, which the pieces are meant to avoid.
+The loss's saved tensors are rebuilt by piece even if the base would offload them: they are as large
+as the logits, which the pieces are meant to avoid.
 """
 
 from math import ceil
@@ -59,7 +60,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_in_backward: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Add mini-sequences to the base; its rules stay as they are."""
+        """Add mini-sequences to the base, and the rule for the loss's saved tensors."""
         late = completed_after_backward(problem) if self.optimizer_in_backward else ""
         parted = bool(base.slices) or base.schedule in VOCABULARY
         if reason := late or "the base's passes run slices or a shared vocabulary" * parted:
@@ -79,7 +80,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             plan, remark = _with_loss_by_piece(problem, plan)
             why |= remark
         if self.optimizer_in_backward:
-            plan = _update_in_backward(plan)
+            fate = replace(plan.state("optimizer"), update="backward")
+            others = tuple(state for state in plan.states if state.kind != "optimizer")
+            plan = replace(plan, states=(*others, fate))
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
@@ -99,7 +102,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return min(self.mlp_chunks or rule, rows), {}
 
     def _heads_refused(self, problem: Problem) -> str:
-        """Why attention cannot be computed over slices of heads; empty if it can or need not be."""
+        """The reason why attention cannot be computed over slices of heads, or an empty text."""
         if self.attention_chunks == 1:
             return ""
         lay, model = problem.layout, problem.workload.model
@@ -135,10 +138,3 @@ def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, s
         else {}
     )
     return plan.with_rules(rule), remark
-
-
-def _update_in_backward(plan: Plan) -> Plan:
-    """The plan with its optimizer's update moved beside the backward."""
-    fate = replace(plan.state("optimizer"), update="backward")
-    others = tuple(state for state in plan.states if state.kind != "optimizer")
-    return replace(plan, states=(*others, fate))

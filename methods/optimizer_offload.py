@@ -1,13 +1,14 @@
-"""optimizer_offload: move the fewest optimizer states to the host, and some back for their update.
+"""optimizer_offload: move the fewest optimizer states to the host, and copy some back for their
+update.
 
-Claim: the smallest share of states that makes the plan fit leaves the device.  Of this share the
-device updates f* = t_cpu / (t_cpu + t_copy) by visits while the CPU updates the others, so both end
-together; the update and its order remain exact.
-Source: our formulation.  The mechanism is that of Deep Optimizer States (Maurya et al. 2024), whose
+Claim: the states that leave the device are the smallest share with which the plan fits. The device
+updates f* = t_cpu / (t_cpu + t_copy) of them, each for a visit on the device, while the CPU updates
+the others, so both end together; the update and its order remain exact.
+Source: our formulation. The mechanism is that of Deep Optimizer States (Maurya et al. 2024), whose
 fraction is 1/K; t_cpu and t_copy are the seconds of one parameter's update on the CPU and of its
 visit, and a visit's delay of the CPU is subtracted from t_copy.
-Deviations: updates that are undone after the norm (SuperOffload) and stale gradients (ZenFlow) are
-refused by name, because they are not lossless or need a second program.
+Deviations: updates that are undone after the norm is known (SuperOffload) and stale gradients
+(ZenFlow) are refused, because they are not lossless or need a second program.
 """
 
 from functools import partial
@@ -35,11 +36,11 @@ REFUSED = {
 
 class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`share`: the share of states that leave the device (None: the smallest that fits).
-    `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster without a host
-    rate).  `size`: parameters of a piece.  `slots`: visits in flight (0: each piece follows the
-    piece before it).  `start`: after the norm of all gradients, or in the last backward as
-    gradients become ready, which needs `clip` (whether the norm scales gradients) to be false.
-    `order`: exact; the other orders are refused with their reasons."""
+    `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster whose host's
+    speed is unknown). `size`: parameters of a piece. `slots`: the number of visits at the same time
+    (0: each piece follows the piece before it). `start`: after the norm of all gradients, or in the
+    last backward as gradients become ready, which needs `clip` (whether the norm scales gradients)
+    to be false. `order`: exact; the other orders are refused with their reasons."""
 
     name: ClassVar[str] = "optimizer_offload"
     moves_states: ClassVar[bool] = True
@@ -58,7 +59,7 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
         pieces = self.cut(("visit",), self.size)
         reason = REFUSED.get(self.order, "")
-        if reason := reason or refusal(problem, base, host=False, pieces=pieces):
+        if reason := reason or refusal(problem, base, pieces):
             return Unsupported(reason)
         share, bound = self.share, "given"
         if share is None:

@@ -1,15 +1,16 @@
-"""pipe_offload: offload the chunks that live longest, in smaller groups of micro-batches.
+"""pipe_offload: offload the chunks that are alive longest, in smaller groups of micro-batches.
 
-Claim: with chunks that live long on the host, a pipeline's activations need less memory than half
-of interleaving's, so less tensor parallelism is needed: up to 19 % faster at lower memory.
+Claim: with these chunks on the host, a pipeline's activations need less memory than half of
+interleaving's, so less tensor parallelism is needed: up to 19 % faster with less memory.
 Source: Wan et al., PipeOffload, arXiv 2503.01328; sail-sg/zero-bubble-pipeline-parallelism,
-scheduler/group_interleaved_1f1b.py and offloading.py.  Interleaving in groups of g micro-batches,
-half of pp <= g <= pp, keeps g (vpp - 1) + pp - r chunks on rank r; the first chunks of every
-rank, whose backward comes last, are copied to the host after their forward and back before it.
+scheduler/group_interleaved_1f1b.py and offloading.py. Interleaving in groups of g micro-batches,
+half of pp <= g <= pp, keeps g (vpp - 1) + pp - r chunks on rank r. The first chunks of every rank,
+whose backward comes last, are copied to the host after their forward and back before their
+backward.
 Deviations: whole chunks are copied, as many as memory requires; the repository recomputes norms and
-activation functions, pools host buffers, and lets the two ranks of a PCIe switch take turns.  The
-last rank's last chunk, whose backward follows at once, stays.  Weight gradients follow input
-gradients.  The method has no plan for the probes of `search`, which have one chunk on a rank.
+activation functions, pools host buffers, and lets the two ranks of a PCIe switch copy in turn. The
+last rank's last chunk, whose backward follows at once, stays on the device. Weight gradients follow
+input gradients. The method has no plan for the probes of `search`, which have one chunk on a rank.
 """
 
 from typing import ClassVar
@@ -35,8 +36,8 @@ from rematbench.solve.orders import grouped_orders, smallest_group
 
 
 class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`group`: micro-batches in a group (None: the fewest).  `chunks`: how many of a rank's chunks
-    are copied (None: as few as fit)."""
+    """`group`: micro-batches in a group (None: the fewest). `chunks`: how many of a rank's chunks
+    are offloaded (None: the fewest with which the plan fits)."""
 
     name: ClassVar[str] = "pipe_offload"
     moves_passes: ClassVar[bool] = True

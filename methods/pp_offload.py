@@ -1,19 +1,19 @@
 """pp_offload: offload a fixed share of every chunk's activations during passes of other chunks.
 
-Claim: under interleaved 1F1B a chunk's copies to and from the host hide behind the backward of
-another chunk, so memory falls by up to the share alpha at almost no time.
+Claim: under interleaved 1F1B a chunk's copies to and from the host are hidden by the backward of
+another chunk, so memory falls by up to the share alpha for almost no time.
 Source: Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading; artifact
-kwai/Megatron-Kwai. All ranks offload one share of bytes, rounded up to 1 MiB, the largest tensors
-first. In warm-up the copy ends before the send. The last rank's last chunk is exempt in steady
-state, where its backward follows at once. There are two fixed reload buffers (ping-pong), and a
-copied chunk is freed two passes after its forward: together these are the four chunk buffers in the
-paper's memory model. Buffers and releases are read from the artifact
+kwai/Megatron-Kwai. All ranks offload the same share of bytes, rounded up to 1 MiB, the largest
+tensors first. In the warm-up a copy ends before the send. In the steady state the last rank's last
+chunk is exempt, because its backward follows at once. There are two fixed reload buffers, used in
+turn, and a copied chunk is freed two passes after its forward: together these are the four chunk
+buffers in the paper's memory model. Buffers and releases are read from the artifact
 (megatron/core/pipeline_parallel/offload.py and schedules.py).
-Deviations: tensors that the base recomputes or offloads are not counted in alpha's total. Above one
+Deviations: tensors that the base recomputes or offloads are not part of alpha's total. Above one
 half the artifact takes the smallest tensors first (in order not to split FC1's output). "The copy
-ends before the send" is read as the copy that is concurrent with a pass, not the copy of that pass:
-waiting for its own copy would lengthen every hop of the pipeline's fill, which the published times
-do not show.
+ends before the send" is read as the copy that runs during a pass, not the copy of that pass's own
+tensors: waiting for the latter would lengthen every step in which the pipeline fills, which the
+published times do not show.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -45,9 +45,9 @@ from rematbench.solve.kept import (
 
 
 class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the share, or None for the smallest share that fits.  `fit` paper: by the paper's
-    estimator and `cap_bytes`; `ledger`: by our peak and the cluster's usable bytes, with `steps`
-    steps from 0 to 1 (alpha is published to three decimals)."""
+    """`alpha`: the share, or None for the smallest share that fits: with `fit` paper by the paper's
+    estimator and `cap_bytes`, with `fit` ledger by our peak and the cluster's usable bytes, in
+    `steps` steps from 0 to 1 (alpha is published to three decimals)."""
 
     name: ClassVar[str] = "pp_offload"
     grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(1, 5))
@@ -118,9 +118,9 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def offloaded(problem: Problem, base: Plan) -> list[Select]:
-    """All sites except the last rank's last chunk, whose backward follows its forward at once.
-    That chunk is included if all forwards come first: GPipe, or interleaving with one group of
-    micro-batches."""
+    """All activations except those of the last rank's last chunk, whose backward follows its
+    forward at once. That chunk is included if all forwards come first: under GPipe, or under
+    interleaving with one group of micro-batches."""
     lay = problem.layout
     last = lay.pp - 1
     one_group = base.schedule == "interleaved_1f1b" and lay.num_micro_batches == lay.pp

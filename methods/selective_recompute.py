@@ -1,11 +1,11 @@
-"""selective_recompute: drop chosen activations and rebuild them just before use.
+"""selective_recompute: drop chosen activations and rebuild them just before they are used.
 
-Claim: recomputing only core attention saves most activation bytes for a few per cent more work.
-Source: Korthikanti et al. 2022 (arXiv 2205.05198, `--recompute-activations`); with `keep`, the
-per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py);
-`modules`: Megatron-core 0.16.1 (`--recompute-modules`).
-Deviations: with flash attention there are no scores to drop, so the default is a no-op with a note;
-Megatron's flag would recompute the flash kernel without a benefit.
+Claim: recomputing only core attention frees most activation bytes for a few per cent more work.
+Source: Korthikanti et al. 2022 (arXiv 2205.05198, `--recompute-activations`). `keep` is the
+per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py), `modules`
+that of Megatron-core 0.16.1 (`--recompute-modules`).
+Deviations: with flash attention there are no scores to drop, so the default has no effect, and the
+plan says so; Megatron-LM's option would recompute the flash kernel without a benefit.
 """
 
 from typing import ClassVar
@@ -27,16 +27,16 @@ from rematbench.solve.recompute_modules import (
 )
 
 AT_ONCE = ("moe", "shared_experts")
-"""The modules that Megatron-core runs again as a whole, before their backward."""
+"""The modules that Megatron-core recomputes as a whole, before their backward."""
 
 
 class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`modules`: Megatron's modules to recompute; `activations`: names to drop; `ops`: operators
-    whose saved outputs are dropped; `keep`: drop all activations of a layer except these and its
-    input.  If all are empty: drop the internals of unfused attention.  `scope`: rebuild before each
-    consumer, or at the start of the layer's backward.  `held`: outputs that the policy caches
-    although no backward reads them; a compiler drops them.  `layers`: only in these layers
-    (`0-5,20`; empty: in all)."""
+    """`modules`: Megatron-core's modules to recompute; `activations`: names to drop; `ops`:
+    operators whose saved outputs are dropped; `keep`: drop all activations of a layer except these
+    and its input. If all four are empty, the tensors inside unfused attention are dropped. `scope`:
+    rebuild before each consumer, or at the start of the layer's backward. `held`: outputs that the
+    policy caches although no backward reads them (not on a compiled stack). `layers`: only in these
+    layers (`0-5,20`; empty: in all)."""
 
     name: ClassVar[str] = "selective_recompute"
     modules: tuple[Module, ...] = ()
@@ -84,7 +84,7 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not dropped:
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         base = holding_inputs(problem, base, dropped, whole=False)
-        # No operator reads the tokens that experts send back, if the whole module runs again.
+        # No operator reads the tokens that experts send back, if the whole module is recomputed.
         sent = "combined" if problem.layout.ep > 1 else "unsorted"
         again = (sent,) if "moe" in self.modules else ()
         cached = () if problem.system.kernels.compiled else self.held
@@ -98,8 +98,9 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     def _rules(
         self, dropped: tuple[str, ...], routed: tuple[int, ...], layers: tuple[int, ...] | None
     ) -> list[Rule]:
-        """Rules for the tensors of modules that run again as a whole, and for all other tensors,
-        in `layers` (None: in all); those for the norm before experts in the layers `routed`."""
+        """Rules for the tensors of modules that are recomputed as a whole, and for all other
+        tensors, in `layers` (None: in all layers). Rules for the norm before experts are for the
+        layers `routed`."""
         module = {*with_copies(modules_dropped(m for m in self.modules if m in AT_ONCE))}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {

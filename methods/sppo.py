@@ -1,13 +1,12 @@
-"""sppo: 1F1B over slices of a sequence that all send the same number of bytes to the host.
+"""sppo: 1F1B over slices of a sequence that all offload the same number of bytes.
 
 Claim: with slices that overlap each other's copies, sequences of four million tokens train on 128
-A100, up to 3.38 times faster than Megatron-LM and DeepSpeed.
-Source: Chen et al., SPPO, arXiv 2503.10377.  Slices have equal FLOPs and about 2,000 to
-16,000 tokens; a share alpha_i of the activations A_i of slice i goes to the host, with alpha_i A_i
-the same for all, so that each copy hides behind the same compute; keys and values stay on the
-device.
-Deviations: alpha is the smallest share that fits (the paper chooses it so that copies hide).
-Tensors are offloaded whole, the largest first, and are not rebuilt.  Whether the stack has the
+A100, up to 3.38 times faster than with Megatron-LM and DeepSpeed.
+Source: Chen et al., SPPO, arXiv 2503.10377. Slices have equal FLOPs and about 2,000 to 16,000
+tokens. A share alpha_i of the activations A_i of slice i is copied to the host; alpha_i A_i is the
+same for all slices, so that the same compute hides each copy. Keys and values stay on the device.
+Deviations: alpha is the smallest share that fits (the paper chooses it so that copies are hidden).
+Tensors are offloaded whole, the largest first, and are not rebuilt. Whether the stack has the
 schedule is not checked.
 """
 
@@ -65,7 +64,7 @@ class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self._moved(problem, made, names, alpha).noting(alpha=alpha, slices=len(lengths))
 
     def _moved(self, problem: Problem, plan: Plan, names: tuple[str, ...], alpha: float) -> Plan:
-        """The plan in which every slice sends a share `alpha` of the mean slice's bytes."""
+        """The plan in which every slice offloads as many bytes as `alpha` of the mean slice."""
         if not alpha:
             return plan
         mean = sum(plan.slices) / len(plan.slices)

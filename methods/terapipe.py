@@ -1,13 +1,13 @@
-"""terapipe: a pipeline over slices of one sequence, of equal time.
+"""terapipe: a pipeline over slices of one sequence that take equal time.
 
-Claim: a decoder's slice does not need later tokens, so one sequence fills a pipeline: 5 times
+Claim: a slice does not need later tokens in a decoder, so one sequence fills a pipeline: 5 times
 faster than pipelining by micro-batches alone for 175B parameters on 384 V100.
 Source: Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988): all forwards, then the backwards of
-slices in reverse order.  Slices minimise m sum t_i + (pp - 1) max t_j, by dynamic programming over
-whole pieces of the sequence, where t is the time of a slice's passes and messages; because of
-attention it grows with the tokens before the slice.
-Deviations: t comes from our kernels' rates, not from a regression on measured slices, and leaves
-out the update.  Whether the stack has the schedule is not checked.
+slices in reverse order. Slices minimise m sum t_i + (pp - 1) max t_j, by dynamic programming over
+equal pieces of the sequence. t is the time of a slice's passes and messages; because of attention
+it grows with the number of tokens before the slice.
+Deviations: t comes from our kernels' rates, not from a regression on measured slices, and excludes
+the update. Whether the stack has the schedule is not checked.
 """
 
 from typing import ClassVar

@@ -1,10 +1,10 @@
-"""twinflow: a share of the optimizer states in host memory, the others resident on the device.
+"""twinflow: a share of the optimizer states in host memory, the others on the device.
 
 Claim: with a ratio below 1 the device keeps and updates a share of the states, so the CPU has less
 to update.
 Source: TwinFlow in DeepSpeed (blogs/deepspeed-offloadpp, 2023; stage3.py 0.19.8, `ratio`), where
-the ratio counts sub-groups and each sub-group follows the one before it.
-Deviations: pieces have equal sizes, where a sub-group ends with a tensor.
+the ratio is one of sub-groups, which are updated one after another.
+Deviations: pieces have equal sizes; a sub-group ends at the end of a tensor.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from rematbench.solve.state_pieces import even, piece_size, placed, refusal, sma
 
 
 class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`ratio`: the share of pieces on the host (None: the smallest that fits).  `size`: parameters
+    """`ratio`: the share of pieces on the host (None: the smallest that fits). `size`: parameters
     of a piece."""
 
     name: ClassVar[str] = "twinflow"
@@ -27,7 +27,7 @@ class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: PositiveInt = 100_000_000
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        if reason := refusal(problem, base, host=True):
+        if reason := refusal(problem, base):
             return Unsupported(reason)
         share, bound = self.ratio, "given"
         if share is None:

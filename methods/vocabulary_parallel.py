@@ -1,13 +1,14 @@
-"""vocabulary_parallel: the embedding and the output projection over all stages of a pipeline.
+"""vocabulary_parallel: the embedding and the output projection split over all stages of a pipeline.
 
-Claim: a large vocabulary on the last stage makes it the slowest and keeps its weights there; split
-over all stages, throughput grows by 5 to 51 % and every stage holds the same bytes.
+Claim: a large vocabulary on the last stage makes this stage the slowest, with the most weights; if
+it is split over all stages, throughput grows by 5 to 51 % and every stage has the same bytes.
 Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv 2411.05288,
-and its artifact sail-sg/VocabularyParallelism.  vocab-1 is Algorithm 1 with two barriers in a
+and its artifact sail-sg/VocabularyParallelism. vocab-1 is Algorithm 1 with two barriers in a
 micro-batch (rank r keeps pp - r + 2 micro-batches), vocab-2 Algorithm 2 with one (pp - r + 1);
-interlaced is nnScaler's pipeline, whose stages wait for each other in every such pass (1.5 pp).
+interlaced is nnScaler's pipeline, in which all stages wait for each other in every pass of the
+vocabulary (1.5 pp).
 Deviations: the passes of a vocabulary have fixed places in the order; the artifact derives them
-from estimated times.  The input lookup and its sum are part of the softmax's pass.
+from estimated times. The input lookup and its sum are part of the softmax's pass.
 """
 
 from typing import ClassVar, Literal

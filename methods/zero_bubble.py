@@ -1,18 +1,19 @@
 """zero_bubble: weight gradients in separate passes, which fill the pipeline's bubble.
 
 Claim: no other rank waits for a backward's weight gradients, so 1F1B's bubble (pp - 1)(F + B + W)
-falls to (pp - 1)(F + B - W) at the first stage's memory, to (pp - 1)(F + B - 2 W) at twice that.
-With two chunks on a rank that turn at the last rank, ZB-V has no bubble at the memory of 1F1B's
-first stage, V-Half has half of the bubble at half of that memory, V-Min two thirds at a third.
+shrinks to (pp - 1)(F + B - W) with the first stage's memory, to (pp - 1)(F + B - 2 W) with twice
+that. If a rank has two chunks and passes turn around at the last rank, ZB-V has no bubble with the
+memory of 1F1B's first stage, V-Half half of the bubble with half of that memory, and V-Min two
+thirds with a third.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), ZB-H1 and ZB-H2
-of figures 2 and 3, and Pipeline Parallelism with Controllable Memory (arXiv 2405.15362);
-sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and its output's gradient
-until the weight's gradient, and gathers a split input again.
-Deviations: the orders are fixed, not those of the repository's solver.  The last rank copies its
-first chunk's output for its second chunk.  The next step starts when every rank has ended this, so
-the shift between ranks, (pp - 1) F, stays (the paper checks gradient norms after the update).  The
-embedding's gradient stays with the input gradients, and so do the gradients of linears that a base
-computes in pieces.  Whether the stack has the schedule is not checked.
+of figures 2 and 3, and Pipeline Parallelism with Controllable Memory (arXiv 2405.15362). As here,
+sail-sg/zero-bubble-pipeline-parallelism keeps a linear's input and its output's gradient until the
+weight's gradient, and gathers a split input again.
+Deviations: the orders are fixed, not those of the repository's solver. The last rank copies its
+first chunk's output for its second chunk. A step starts when every rank has ended the step before,
+so the shift between ranks, (pp - 1) F, remains (the paper checks gradient norms after the update).
+The gradients of the embedding, and of linears that a base computes in pieces, are computed together
+with input gradients. Whether the stack has the schedule is not checked.
 """
 
 from typing import ClassVar, Literal
@@ -24,8 +25,9 @@ from rematbench.method import SHAPES, Plan, Problem, Settings, Shape, Unsupporte
 
 
 class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`schedule`: every rank keeps pp micro-batches under zb-h1 and 2 pp - 1 under zb-h2; with two
-    chunks on a rank, pp under zb-v, pp / 2 + 1 under v-half and about (pp + 4) / 3 under v-min."""
+    """`schedule`: every rank keeps the activations of pp micro-batches under zb-h1 and of 2 pp - 1
+    under zb-h2; with two chunks on a rank, of pp under zb-v, pp / 2 + 1 under v-half and about (pp
+    + 4) / 3 under v-min."""
 
     name: ClassVar[str] = "zero_bubble"
     moves_passes: ClassVar[bool] = True

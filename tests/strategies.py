@@ -19,6 +19,7 @@ from rematbench.plan import (
     Recompute,
     Rule,
     Select,
+    Share,
     Split,
     Transfers,
     Window,
@@ -161,9 +162,11 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
             rules = [*FULL]
         case 4:
             inner = tuple(n for n in names if n != "layer_input")
+            equal = problem.layout.tp == 2 and not problem.layout.sequence_parallel
+            moved = Share(2, draw(st.sampled_from(["device", "host"]))) if equal else Offload()
             rules = [
                 Rule(Select(parts=("layer",), activations=inner), again),
-                Rule(Select(parts=("layer",), activations=("layer_input",)), Offload()),
+                Rule(Select(parts=("layer",), activations=("layer_input",)), moved),
             ]
         case 5:
             rules = [*grouped(partition)]

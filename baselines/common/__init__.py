@@ -1,1 +1,1 @@
-"""Shared code of the baselines: processes, weights and batches by name, bytes."""
+"""Shared code of the baselines: processes, weights and batches by name, and counting of bytes."""

@@ -73,7 +73,7 @@ def _measured(job: PackageJob, answers: list[RankAnswer]) -> Measured:
         RankMeasured(
             rank=number,
             pp=number // (lay.gpus // lay.pp),
-            # Seconds of a CPU are never performance.
+            # Seconds measured on a CPU say nothing about performance.
             step_s=tuple(answer.step_s) if on_gpus else (),
             **{name: getattr(answer, name) for name in names},
         )
@@ -93,8 +93,8 @@ def _on_gpus(job: PackageJob) -> bool:
 
 
 START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
-"""How ranks start. A forked rank has the package imported already, but torch refuses CUDA in the
-fork of a process that has counted its GPUs."""
+"""How the processes of ranks start. A forked rank has the package imported already, but torch
+refuses CUDA in the fork of a process that has counted its GPUs."""
 
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:
@@ -117,8 +117,8 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
 
 
 def _alike(jobs: list[PackageJob]) -> int:
-    """How many of the first jobs one set of processes can run. On GPUs it is one, because packages
-    keep communicators and tensors for as long as a process lives."""
+    """The number of jobs at the start of the list that one set of processes can run. On GPUs it is
+    one, because packages keep communicators and tensors as long as their process lives."""
     if jobs[0].device == "cuda" and jobs[0].run.world == "executed":
         return 1
     key = _key(jobs[0])
@@ -149,7 +149,8 @@ def _launched() -> tuple[int, int, int] | None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended: a rank that waits for a peer would stay."""
+    """End this process when its parent has ended. Without this, a rank that waits for another rank
+    would never end."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
@@ -179,8 +180,7 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
 
 
 def _refusal(runner: Runner, job: PackageJob) -> str | None:
-    """The reason why a job is not started, determined before any process starts; None if the job
-    may start."""
+    """The reason not to start a job, determined before any process starts, or None."""
     try:
         resources.require_gpus(job, job.run.layout.gpus)
         require_memory(job)
@@ -230,11 +230,11 @@ def _rank_main(
         os._exit(1)
     if dist.is_initialized():
         dist.barrier()
-    os._exit(0)  # no destructor of a package may hang a finished rank
+    os._exit(0)  # so that no destructor of a package keeps a finished rank alive
 
 
 def _join(runner: Runner, job: PackageJob, rank: int, size: int, method: str, local: int) -> None:
-    """Meet the other ranks; packages read their rank from the environment, by torchrun's names."""
+    """Connect to the other ranks. Packages read their rank from torchrun's variables."""
     backend = "gloo" if job.device == "cpu" else "nccl"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     if job.device == "cuda":
@@ -267,8 +267,7 @@ def _as_rank(
     runner: Runner, jobs: list[PackageJob], folder: Path, rank: int, size: int, local: int
 ) -> int:
     """Run as one rank of every job under torchrun or srun; rank 0 writes the records. After a
-    failure ranks may stand in different collectives, so later jobs are not run; they get records
-    that say so."""
+    failure ranks may wait in different collectives, so later jobs are recorded as not run."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _join(runner, jobs[0], rank, size, "env://", local)
     failed = ""
@@ -280,11 +279,11 @@ def _as_rank(
             outcome, found = _together(runner, job, place)
             failed = outcome[1] if outcome[0] in ("failed", "oom") else ""
         path = folder / f"{number}.json"
-        first = not path.exists()  # the first rank to fail gives the reason
+        first = not path.exists()  # the first rank that fails writes its reason
         if (rank == 0 and not failed) or (failed and first):
             write_record_of(runner, job, path, *outcome, found)
     if failed:
-        os._exit(1)  # another rank may never come to a barrier
+        os._exit(1)  # another rank may never reach a barrier
     dist.barrier()  # rank 0 has the store, which another rank may still need to join
     dist.destroy_process_group()
     return 0

@@ -30,7 +30,7 @@ class RankAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A process among its peers: rank, world size, rank on its node, and the job's own folder."""
+    """A process of a job: its rank, the number of ranks, its rank on its node, and a folder."""
 
     rank: int
     size: int
@@ -39,8 +39,7 @@ class Rank:
 
 
 class NotRunnable(ValueError):
-    """The package, or this baseline, does not run a job; the message names the unsupported
-    feature."""
+    """The package or this baseline does not run a job; the message names the feature."""
 
 
 class Runner(Protocol):
@@ -51,7 +50,7 @@ class Runner(Protocol):
         ...
 
     def refuse(self, job: PackageJob) -> None:
-        """Raise NotRunnable for a job that must not be tried."""
+        """Raise NotRunnable for a job that must not be started."""
         ...
 
     def environment(self, job: PackageJob) -> dict[str, str]:

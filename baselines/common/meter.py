@@ -1,4 +1,4 @@
-"""Live bytes of a step, states excluded, counted by the project's own tracker of storages."""
+"""Live bytes of a step without states, counted by the project's own tracker of storages."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -12,9 +12,9 @@ from rematbench.worlds.torch.dispatch import Tracker
 
 
 class Meter(Tracker):
-    """A tracker that also follows the host's peak, and counts offloaded storages as host bytes.
-    Offloaded storages are storages that a maker of host tensors returns, storages for which
-    `is_host` is true, and, if the device is a GPU, all storages on the CPU."""
+    """A tracker that also records the host's peak, and counts offloaded storages as host bytes.
+    Offloaded are storages that a function wrapped by `host` returns, storages of tensors for which
+    `is_host` returns true, and, if the device is a GPU, all storages on the CPU."""
 
     counting: ClassVar["Meter | None"] = None
 
@@ -40,7 +40,7 @@ class Meter(Tracker):
         return sizes[0], sizes[1]
 
     def __enter__(self) -> Self:
-        """Start counting; storages that are resized in place are followed too."""
+        """Start counting; a storage that is resized in place is counted with its new size."""
         plain = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -60,9 +60,8 @@ class Meter(Tracker):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, without counting the storages made inside it. A backend's own copies inside a
-        collective belong to the backend (gloo's reduce-scatter clones its input, NCCL's does
-        not)."""
+        """A function that calls `call` without counting the storages made inside it. Collectives
+        make copies on some backends (gloo's reduce-scatter does, NCCL's does not)."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             before, self._looking_away = self._looking_away, True
@@ -83,7 +82,7 @@ class Meter(Tracker):
         return offloaded or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`make` as a maker of host tensors: its results never count as device memory."""
+        """A function that calls `make` and counts its results as host memory."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
             with self.on_host():
@@ -93,8 +92,8 @@ class Meter(Tracker):
 
 
 def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, counted like the single kernel that a compiler makes of it on a GPU: only its results
-    count, not its temporaries."""
+    """A function that calls `call` and counts only its results, not its temporaries, because on a
+    GPU a compiler turns `call` into a single kernel."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:

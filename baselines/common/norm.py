@@ -1,7 +1,7 @@
 """RMSNorm that saves the same tensors on a CPU as on a GPU.
 
-On a CPU torch decomposes RMSNorm, and fp32 tensors of the input's size stay alive. CUDA's kernels,
-one forward and one backward, save the input and 1/rms of each row.
+On a CPU torch computes RMSNorm by several operators, which keep fp32 tensors of the input's size
+alive. CUDA's kernels, one forward and one backward, save the input and 1/rms of each row.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm, 1/rms of each row) as one operator, inside which no temporary is counted."""
+    """(the norm, 1/rms of each row). As one operator, its temporaries are not counted."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype), scale

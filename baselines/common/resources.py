@@ -1,6 +1,5 @@
 """The GPU and the memory of a rank: settings before CUDA starts, memory between jobs, and a check
-for jobs too large for this machine.
-"""
+for jobs too large for this machine."""
 
 import gc
 import os
@@ -15,7 +14,7 @@ from rematbench.worlds.torch.devices import choose_device, gpu_count, release_pi
 
 
 def require_gpus(job: PackageJob, local_ranks: int) -> None:
-    """Raise NotRunnable if torch sees fewer GPUs than ranks here: NCCL ranks cannot share a GPU."""
+    """Raise NotRunnable if this machine has more ranks than GPUs: NCCL ranks cannot share a GPU."""
     if job.device != "cuda" or job.run.world == "traced":
         return
     found = gpu_count()
@@ -28,11 +27,11 @@ def require_gpus(job: PackageJob, local_ranks: int) -> None:
 def take_gpu(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
     """Take the rank's GPU, with the package's `settings` in the environment.
 
-    Variables that a person has set are kept. The process gets its share of the CPUs near the GPU,
-    for an optimizer on the host. LOCAL_RANK becomes the GPU's number among the GPUs that the
-    process sees, as packages expect. Only the attention kernels of the project's executor stay
-    allowed: flash, and the memory-efficient kernel for fp32. A case that needs the quadratic kernel
-    is an error.
+    Environment variables that a person has set are kept. The process gets its share of the CPUs
+    near the GPU, for an optimizer on the host. LOCAL_RANK becomes the GPU's number among the GPUs
+    that the process sees, as packages expect. Only the attention kernels that the project's
+    executor uses stay allowed: flash, and the memory-efficient kernel for fp32. A case that needs
+    the quadratic kernel is an error.
     """
     for name, value in settings.items():
         os.environ.setdefault(name, value)

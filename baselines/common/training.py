@@ -39,9 +39,9 @@ def train(
 ) -> None:
     """Run a job's steps: observed steps first, then timed steps.
 
-    Losses and norms are read from observed steps, and bytes from step `metered`. At least one
-    warm-up step runs before the timed steps, because a package may compile at its first unobserved
-    step. No value is read until the timed steps are over.
+    Losses and norms are read in observed steps; bytes are counted in step `metered`. At least one
+    warm-up step runs before the timed steps, because a package may compile in its first unobserved
+    step. No value is read during the timed steps.
 
     Raises NotFinite for a loss that is not finite.
     """
@@ -66,7 +66,7 @@ def train(
 
 
 def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
-    """The seconds of unobserved steps, and the allocator's peaks of the timed ones."""
+    """Measure the seconds of timed steps, and the allocator's peaks during them."""
     for number in range(job.warmup + job.timed_steps):
         trainer.load(job.steps + number)
         if number == job.warmup:

@@ -41,9 +41,9 @@ class Piece(NamedTuple):
 
 
 def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, float]:
-    """The norm of every parameter's gradient, from the pieces of all ranks. Each rank computes its
-    sums of squares and sends only these sums. Each part of a parameter comes from one rank only, so
-    the squares can be added."""
+    """The norm of every parameter's gradient, from the pieces of all ranks. Each rank sends only
+    the sums of squares of its pieces. Each part of a parameter comes from one rank only, so the
+    sums can be added."""
     own: dict[str, float] = {}
     for piece in pieces:
         counted = _without_padding(piece, specs[piece.name])
@@ -57,7 +57,7 @@ def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str,
 
 
 def _without_padding(piece: Piece, spec: ParameterSpec) -> Tensor:
-    """The rows of a piece that the model has: a vocabulary is padded at its end."""
+    """A piece without the rows that pad the vocabulary at its end."""
     if not spec.rows:
         return piece.values
     first = piece.order * piece.values.shape[0]

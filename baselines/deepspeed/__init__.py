@@ -1,1 +1,1 @@
-"""DeepSpeed, the package itself: ZeRO, checkpointing, offloading, Ulysses, tiling."""
+"""DeepSpeed itself: ZeRO, checkpointing, offloading, Ulysses, tiling."""

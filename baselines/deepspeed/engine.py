@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one rank: its configuration, its steps, its gradients by name."""
+"""The DeepSpeed engine of one rank: its configuration, its steps, and its gradients by name."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ in one group."""
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """How host and device memory are distinguished. If one CPU is both, `on_host` tells whether a
+    """How host and device memory are told apart. If one CPU is both, `on_host` tells whether a
     tensor is on the host (None: all tensors are on the device). `device` is a device with its own
     memory; `shim` lists the parts of the shim."""
 
@@ -46,7 +46,7 @@ class Memories:
 
 @dataclass(kw_only=True)
 class Rig:
-    """The engine and this rank's place: its replica, and its part of the sequence."""
+    """The engine of one rank, with the number of its replica and of its part of the sequence."""
 
     job: PackageJob
     engine: Any
@@ -69,8 +69,8 @@ def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
 
 @contextmanager
 def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
-    """A context in which host and device memory can be distinguished. On a GPU they are separate;
-    on a CPU the shim separates them if the job offloads anything."""
+    """A context in which host and device memory can be told apart. On a GPU they are separate; on a
+    CPU the shim separates them if the job offloads anything."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
         yield Memories(device=torch.device(job.device))
@@ -130,7 +130,7 @@ def batch_of(job: PackageJob, step: int) -> Batch:
 
 
 def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, labels, positions) of one micro-batch on this rank: its slice of each sequence."""
+    """(ids, labels, positions) of one micro-batch: this rank's slice of each sequence."""
     lay, seq_len = rig.job.run.layout, rig.job.run.seq_len
     first = rig.replica * batch.ids.shape[0] // lay.replicas + number * lay.micro_batch
     size = seq_len // lay.ulysses
@@ -143,15 +143,15 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
     """Run forward and backward of one step; return this rank's sum of losses.
 
-    DeepSpeed averages gradients over replicas, and under ZeRO 3 also over sequence ranks, whose
-    gradients are parts of a sum. The scale turns the averages into gradients of the mean over all
-    counted labels of the batch.
+    DeepSpeed averages gradients over replicas, and under ZeRO 3 also over sequence ranks, although
+    their gradients must be added. The scale turns the averages into gradients of the mean loss over
+    all labels of the batch that are not ignored.
     """
     lay = rig.job.run.layout
     ranks = lay.replicas * (lay.ulysses if lay.zero_stage == ZERO_3 else 1)
     scale = ranks / counted
     losses: list[Tensor | float] = []
-    # Reading a value of a GPU waits for the GPU; a kept tensor of a CPU would count as live bytes.
+    # Reading a GPU's loss here would wait for the GPU; a CPU's tensor, if kept, would be counted.
     micro_steps(
         rig, batch, scale, lambda loss: losses.append(loss if loss.is_cuda else float(loss))
     )
@@ -175,7 +175,7 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, note_loss: Callable[[Tenso
 
 @contextmanager
 def counted(rig: Rig, meter: Meter) -> Iterator[None]:
-    """Count the live bytes of a step, without states and the backend's own copies."""
+    """A context in which `meter` counts live bytes, without states and the backend's own copies."""
     backend = deepspeed.comm.comm.cdb
     scatter = backend.reduce_scatter_function
     backend.reduce_scatter_function = meter.without(scatter)
@@ -188,13 +188,13 @@ def counted(rig: Rig, meter: Meter) -> Iterator[None]:
 
 
 def fetches_ahead(run: RunSpec) -> bool:
-    """Whether the first pass, in which ZeRO 3 records the order of modules, differs from later
-    passes, in which it fetches ahead."""
+    """Whether weights are fetched ahead from the second pass on. ZeRO 3 does this; its first pass
+    records the order of modules."""
     return run.layout.zero_stage == ZERO_3
 
 
 def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
+    """Norms of all gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # ZeRO 1 and 2 do not wait for offloaded gradients
@@ -202,22 +202,19 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
         if whole and dist.get_rank() == 0:
-            full = grad.reshape(parameter_shape(parameter))
+            shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+            full = grad.reshape(shape)
             found[name] = full.to("cpu", torch.float64, copy=True)
     return norms, found
 
 
-def parameter_shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 def states(rig: Rig) -> list[Tensor]:
-    """The state tensors, and the tensors that are allocated at the start and never freed.
+    """The tensors that exist before and after every step: the parameters as the rank currently
+    holds them, flat buffers and optimizer states.
 
-    States are the parameters as currently held, flat buffers and optimizer states. ZeRO 3 never
-    frees its part of the gradients and its reduce bucket. An offloaded optimizer never frees its
-    part of the gradients and the buffers for its copies.
+    They include tensors that are allocated at the start and never freed: ZeRO 3's part of the
+    gradients and reduce bucket and, with an offloaded optimizer, the part of the gradients and the
+    buffers for copies.
     """
     found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
@@ -234,8 +231,7 @@ def states(rig: Rig) -> list[Tensor]:
 
 
 def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
-    """Tensors that ZeRO allocates at the start to keep the optimizer or the parameters on the
-    host."""
+    """Tensors that ZeRO allocates at the start to keep the optimizer or parameters on the host."""
     found = list(getattr(optimizer, "param_groups_fp16_flat_cpu_memory", []))
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         found += [part.grad for part in parts if part.grad is not None]

@@ -1,18 +1,19 @@
 """One rank of any layout on fake tensors: DeepSpeed's own engine without hardware.
 
-Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Forward and backward of every micro-batch run unchanged.  The update does not run, because it asks
-whether a gradient is finite.  Bytes are sizes of storages: no allocator rounding, no workspaces.
+Torch's fake process group completes every collective at once; fake tensors have sizes and no
+values. Forward and backward of every micro-batch run unchanged. The update does not run, because it
+tests whether gradients are finite. Bytes are sizes of storages, without the allocator's rounding
+and workspaces.
 
-If DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
-parts:
+Where DeepSpeed reads a value before the update, a part of the shim gives the answer; a record lists
+the parts:
 
-| part | what it answers |
+| part | the answer |
 |---|---|
 | order | ZeRO 3: all ranks have recorded the same modules |
 | unscaled | TiledFusedLogitsLoss: the gradient of the loss is 1 |
 | finite | ZeRO 1 and 2, optimizer offloaded: no gradient is inf (the same operators run) |
-| sizes | partitioned checkpointing: a tensor of a shape gives that shape |
+| sizes | partitioned checkpointing: the tensor that holds a shape gives this shape |
 | moments | ZeRO 0, bf16: the first step of AdamW, which makes its moments, is not run |
 """
 
@@ -64,10 +65,10 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
     dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
     wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
-    # ZeRO 3 compares by value whether every rank has recorded the same modules.
+    # ZeRO 3 compares values to see whether all ranks have recorded the same modules.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-    # TiledFusedLogitsLoss.backward compares the loss's gradient with 1, which a fake tensor cannot
-    # answer; the gradient is 1, because the function is given the whole loss.
+    # TiledFusedLogitsLoss.backward compares the loss's gradient with 1, and a fake tensor has no
+    # value. The gradient is 1, because the function computes the whole loss.
     TiledFusedLogitsLoss.backward = lambda ctx, _, *rest: _tiled_backward(ctx, 1.0, *rest)
     stage_1_and_2.has_inf_or_nan = _finite
     checkpointing.get_partitioned_activations_for_backward = _partitioned
@@ -80,7 +81,10 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
         batch = ds.batch_of(job, 0)
         if ds.fetches_ahead(job.run):
             ds.micro_steps(rig, batch, 1.0, lambda _: None)
-            _updated(rig.engine.optimizer)
+            # Do to parameters and gradients what ZeRO 3's update does, without the update itself.
+            rig.engine.optimizer._partition_all_parameters()
+            rig.engine.optimizer.zero_grad()
+            rig.engine.optimizer._post_step(())
         with ds.counted(rig, meter):
             ds.micro_steps(rig, batch, 1.0, lambda _: None)
     here, host = memories.meter().homes(ds.states(rig))
@@ -116,7 +120,7 @@ def _parts(job: PackageJob, policy: DeepSpeed) -> tuple[str, ...]:
 
 
 def _finite(gradient: Tensor) -> bool:
-    """has_inf_or_nan of a gradient without values: the same operators run, and the answer is no."""
+    """has_inf_or_nan for a gradient without values: run the same operators, then return False."""
     _has_inf_or_nan(gradient)
     return False
 
@@ -129,10 +133,3 @@ def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
         if size is not None:
             size.numpy = partial(list, shape)
     return made
-
-
-def _updated(optimizer: Any) -> None:
-    """Do to parameters and gradients what ZeRO 3's update does, without the update itself."""
-    optimizer._partition_all_parameters()
-    optimizer.zero_grad()
-    optimizer._post_step(())

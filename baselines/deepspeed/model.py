@@ -1,6 +1,6 @@
 """The project's decoder in plain torch modules, with the DeepSpeed functions that a policy needs.
 
-The arithmetic equals the arithmetic of the project's executor.
+It computes the same as the project's executor.
 """
 
 from functools import partial
@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, head and loss; the forward gives the scaled sum of this rank's losses."""
+    """Embedding, layers, head and loss. The forward returns the scaled sum of its rank's losses."""
 
     def __init__(self, model: Model, policy: DeepSpeed, *, checkpointed: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(rows, self.model.head_dim, x.dtype)
         for layer in self.layers:
             if self.checkpointed:
-                # cos and sin are bound, because partitioning splits every tensor argument
+                # cos and sin are no arguments, because partitioning splits every tensor argument
                 x = deepspeed.checkpointing.checkpoint(partial(layer, cos=cos, sin=sin), x)
             else:
                 x = layer(x, cos, sin)
@@ -146,8 +146,8 @@ class Decoder(nn.Module):
 
 
 def _scaled_loss(scale: float) -> Any:
-    """The loss times the scale. The tiled loss makes its gradients while it runs, so the scale must
-    be inside the loss."""
+    """The loss function with the scale. The tiled loss computes its gradients together with the
+    loss, so the loss itself must contain the scale."""
 
     def loss(self: Decoder, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.lm_head(x).flatten(0, -2)

@@ -1,7 +1,7 @@
 """The keys of DeepSpeed's configuration for the facts of a stack.
 
-Source: deepspeed 0.19.8, runtime/zero/config.py. `flags` lists as assumed the facts that act in a
-job but have no key here.
+Source: deepspeed 0.19.8, runtime/zero/config.py. `flags` lists facts as assumed if they have an
+effect in a job and have no key here.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ POLICY = ("reduce_overlap", "optimizer_on_host", "parameters_on_host", "param_by
 
 
 def stack_values(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:
-    """The values of zero_optimization for the facts that act in a job. A bucket is at most as large
-    as the one in `made`, because DeepSpeed allocates buckets whole."""
+    """The values of zero_optimization for the facts that have an effect in a job. A bucket is at
+    most as large as the one in `made`, because DeepSpeed allocates the memory of a whole bucket."""
     lay, zero, host = problem.layout, problem.system.zero, problem.system.host
     stage, third = lay.zero_stage if lay.state_shards > 1 else 0, lay.zero_stage == 3
     overlapped = zero.reduce_overlap and lay.dp * lay.cp > 1 and stage < 2

@@ -1,9 +1,10 @@
-"""Host and device memory separated on a CPU, where torch has one memory.
+"""Separate host and device memory on a CPU, where torch has only one memory.
 
-DeepSpeed asks its accelerator for the name of its device and says "cpu" for the host. Here the
+DeepSpeed asks its accelerator for the name of its device, and uses "cpu" for the host. Here the
 device is "cpu:0", and streams and events are always complete, so that DeepSpeed takes the code
 paths of a GPU. A fake tensor keeps the device's name: moving it makes a copy, and an operator with
-operands on both places is an error. A real tensor loses the name, so `Places` follows its storage.
+operands in both memories is an error. A real tensor loses the name, so `Places` records where its
+storage is.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from rematbench.worlds.torch.dispatch import DispatchMode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")
-"""The shim's parts in a record. places: the device is cpu:0, the host is cpu; streams: streams
-are always complete."""
+"""The names of the shim's parts in a record. places: the device is cpu:0 and the host is cpu;
+streams: streams are always complete."""
 
 
 def moves(configuration: dict[str, Any]) -> bool:
@@ -37,7 +38,7 @@ def moves(configuration: dict[str, Any]) -> bool:
 
 
 class _Stream:
-    """A stream, or an event, on which all work is done already."""
+    """A stream or an event, whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -113,8 +114,8 @@ _tensor = torch.tensor
 
 
 def _there(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    """torch.tensor among fake tensors. Without `device` the result stays on the host and keeps its
-    value, which torch knows."""
+    """torch.tensor under fake tensors. Without `device` the result is on the host, with its
+    value."""
     made = _tensor(*args, **kwargs)
     return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 
@@ -127,11 +128,11 @@ _to = Tensor.to
 
 
 class Places(DispatchMode):
-    """Gives each real tensor a place: it records which live storages are on the host.
+    """Records which live storages of real tensors are on the host.
 
-    A new tensor is on the device that Python named (no name means the host), otherwise on the
+    A new tensor is on the device that Python code names (no name means the host), or else on the
     device of its operands. PyTorch's functions that read or change a tensor's device are replaced
-    while this mode is active, because function modes do not reach into a backward.
+    while this mode is active, because function modes have no effect inside a backward.
     """
 
     def __init__(self) -> None:
@@ -164,7 +165,7 @@ class Places(DispatchMode):
             setattr(torch, name, factory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator on operands of one place, then note where its results are."""
+        """Run the operator, whose operands must be in one memory; record where its results are."""
         result = func(*args, **(kwargs or {}))
         operands = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor calls it on Python's values
@@ -200,7 +201,7 @@ class Places(DispatchMode):
             self._asked = before
 
     def _making(self, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`factory`, with its tensor in the place that the caller names."""
+        """A function that calls `factory` and puts the tensor where the caller says."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
             named = kwargs.get("device")
@@ -212,7 +213,8 @@ class Places(DispatchMode):
         return made
 
     def _moving(self) -> Callable[..., Tensor]:
-        """`Tensor.to` or `Tensor.cpu`: the tensor itself if it is there already, else a copy."""
+        """A replacement for `Tensor.to` and `Tensor.cpu`: it returns the tensor itself if the
+        tensor is there already, else a copy."""
 
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             copy = kwargs.pop("copy", False)

@@ -3,8 +3,8 @@
 Claim: ZeRO shards states, checkpointing keeps one tensor a layer, tiling shrinks MLP and logits.
 Source: Rajbhandari et al. 2020 (arXiv 1910.02054); Ren et al. 2021 (arXiv 2101.06840); Jacobs
 et al. 2023 (arXiv 2309.14509); Bekman et al. 2025 (arXiv 2506.13996); deepspeed 0.19.8.
-Deviations: ZeRO's stage and Ulysses are the layout's; partitioning is over one model-parallel rank
-here, so it frees nothing; the tiled loss is computed once, its backward with its forward.
+Deviations: the layout sets ZeRO's stage and Ulysses; partitioning is over one model-parallel rank
+here, so it frees nothing; the backward of the tiled loss is computed in its forward, not later.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ MLP_SAVED = ("gate_out", "up_out", "act_out", "fc2_in")
 
 class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of DeepSpeed. `checkpointing`: plain, partitioned (over model-parallel ranks),
-    cpu (inputs on the host) or both. `mlp_tiles`, `loss_tiles`: pieces of ALST's TiledMLP and
-    TiledFusedLogitsLoss (1: not tiled)."""
+    cpu (inputs on the host) or partitioned_cpu (both). `mlp_tiles`, `loss_tiles`: the number of
+    tiles of ALST's TiledMLP and TiledFusedLogitsLoss (1: not tiled)."""
 
     name: ClassVar[str] = "deepspeed"
     system: ClassVar[str] = "deepspeed"
@@ -60,7 +60,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "keep_all" if self.checkpointing == "none" else "full_recompute"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates of this stack's saved tensors under the settings."""
+        """The plan of what happens to this stack's saved tensors under the settings."""
         refused = active_reasons(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
@@ -81,7 +81,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator["DeepSpeed"]:
-        """The policies that a configuration can express, simplest first (tiles need code)."""
+        """The policies that a configuration can express, the simplest first. Tiles are not among
+        them: they need code."""
         homes = {state.kind: state.home for state in problem.base_plan.states}
         overlaps = problem.system.zero.reduce_overlap and problem.layout.zero_stage > 0
         optimizer = homes.get("optimizer") == "host"
@@ -109,14 +110,12 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return active_reasons([*_job(setup_of(problem)), code, captured])
 
     def limits(self, setup: Setup) -> list[Reason]:
-        """The jobs that DeepSpeed, or this baseline of it, refuses or runs wrongly in every
-        world."""
+        """The jobs that DeepSpeed or this baseline refuses or runs wrongly in any world."""
         return [*_job(setup), *_policy(self, setup)]
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options can give each stage of a plan its layers: DeepSpeed runs one stage
-        here."""
+        """Whether options can give each stage of a plan its layers. Only one stage runs here."""
         return problem.layout.pp == 1
 
     @classmethod
@@ -124,8 +123,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
-        """DeepSpeed's configuration as JSON. It never contains the model, so `whole` has no
-        effect."""
+        """DeepSpeed's configuration as JSON. It lacks the model, so `whole` has no effect."""
         work = problem.workload
         made = self.configuration(work.model, problem.layout, work.precision)
         made["zero_optimization"] |= options.stack_values(problem, made["zero_optimization"])
@@ -179,7 +177,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return replace(plan, mini_sequences=tuple(runs))
 
     def _state(self, state: StateFate) -> StateFate:
-        # An optimizer on the host keeps its part of the gradients there (Ren et al. 2021).
+        # An optimizer on the host has its part of the gradients there, too (Ren et al. 2021).
         away = self.offload_optimizer
         moved = {"optimizer": away, "gradient": away, "parameter": self.offload_param}
         return replace(state, home="host") if moved.get(state.kind, False) else state
@@ -238,7 +236,7 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
             and setup.model.tied_embeddings
             and (stage > 1 or (stage == 1 and policy.overlap_comm)),
             "loss_tiles with tied embeddings where gradients are reduced during the backward "
-            "(zero_stage 2 or 3, or overlap_comm): tiles and embedding each give a gradient",
+            "(zero_stage 2 or 3, or overlap_comm): the shared weight has two gradients",
         ),
     ]
 
@@ -246,9 +244,9 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
 def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
     """Whether tiles do not divide a micro-batch's rows evenly, with the reason.
 
-    TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does, which makes
-    fewer tiles than requested if the rows do not divide. They hand over a weight's gradient at the
-    last requested tile; without that tile, 0.19.8 silently trains on a part of the gradient.
+    TiledMLP and TiledFusedLogitsLoss split the rows of a micro-batch as torch.chunk does, which may
+    make fewer tiles than requested. They pass a weight's gradient on at the last requested tile; if
+    that tile does not exist, 0.19.8 silently trains on a part of the gradient.
     """
     lay = setup.layout
     rows = lay.micro_batch * (setup.work.seq_len // lay.ulysses)

@@ -26,7 +26,7 @@ else:
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed import fake_engine
 
-if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU this import tries every compiler
+if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU this import would test every compiler
     from deepspeed.ops import __compatible_ops__
 
     # DeepSpeed's shared-memory operator serves inference only, and would be compiled here.
@@ -56,8 +56,8 @@ def refuse(job: PackageJob) -> None:
 
 @cache
 def _preload() -> None:
-    """Import the modules that deepspeed.initialize needs, once and before ranks are forked. Torch's
-    compiler is among them, and takes four CPU seconds."""
+    """Import the modules that deepspeed.initialize needs, once and before ranks are forked. One of
+    them is torch's compiler, whose import takes four CPU seconds."""
     for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
         importlib.import_module(name)
 
@@ -99,10 +99,10 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
 
 
 class Trainer:
-    """The engine of a rank; see `baselines.common.training.Trainer`."""
+    """Trains with a rank's engine; see `baselines.common.training.Trainer`."""
 
     def __init__(self, rig: ds.Rig) -> None:
-        """`rig`: an engine whose weights are written."""
+        """`rig`: an engine whose model has its weights."""
         self.rig = rig
         self.batch: Batch | None = None
         self.counted = 0
@@ -123,7 +123,7 @@ class Trainer:
             self.own = ds.run_step(self.rig, self.batch, self.counted)
 
     def loss(self) -> float:
-        """The mean loss: the sums of all ranks over the number of labels that are not ignored."""
+        """The mean loss: the sum over all ranks per label that is not ignored."""
         total = torch.tensor([float(self.own)], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)
         return float(total) / self.counted

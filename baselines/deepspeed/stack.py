@@ -1,4 +1,4 @@
-"""The tensors beyond the operator table that the torch model of baselines/deepspeed keeps.
+"""The tensors that baselines/deepspeed/model.py keeps in addition to the operator table's.
 
 Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
@@ -35,7 +35,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
     if problem.layout.global_batch > problem.layout.micro_batch and not apart:
         whole = problem.layout.global_batch * problem.workload.seq_len
-        once["ids and labels of the step, of which a micro-batch's are a view"] = 2 * 8 * whole
+        once["ids and labels of the step, which a micro-batch's views keep alive"] = 2 * 8 * whole
     if model.position == "learned":
         once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
     if problem.layout.zero_stage == ZERO_3:
@@ -78,20 +78,20 @@ def _extras(problem: Problem, again: bool) -> Iterator[Extra]:
             row_bytes=model.hidden * s.element_bytes,
             producer=problem.layer(0).ops[-1].name,
             saved_by=problem.layer(0).ops[0].name,
-            why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
+            why="a recomputed layer's output: DeepSpeed keeps it until the layer's backward ends",
         )
 
 
 WALKED = ("whole_buckets", "prefetch_elements", "live_elements")
-"""Facts of the stack whose memory `zero_peaks` computes weight by weight, not the lowering."""
+"""Facts of the stack whose memory `zero_peaks` computes by weight, in place of the lowering."""
 NOT_METERED = ("step_scratch_bytes", "flat_step", "late_state_bytes")
-"""Facts of the optimizer step, which is not metered."""
+"""Facts of the optimizer step, during which bytes are not counted."""
 
 
 def _states(problem: Problem) -> dict[str, int]:
-    """Facts of the stack that differ in this package: 0 for facts that `zero_peaks` accounts for or
-    that are not metered, and the bytes per element of fp32 states: AdamW's two moments and, under
-    ZeRO, a separate copy of the weights."""
+    """Facts of the stack that differ in this package. Facts that `zero_peaks` computes or that are
+    not measured are 0. fp32 states have other bytes per element: the optimizer has two moments and,
+    under ZeRO, a separate copy of the weights."""
     found = dict.fromkeys((*WALKED, *NOT_METERED), 0)
     if problem.workload.precision != "fp32":
         return found
@@ -105,7 +105,7 @@ def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> i
 
 
 def backward_gradient_bytes(policy: DeepSpeed, problem: Problem) -> int:
-    """Bytes of the gradients that the plan counts as a state and DeepSpeed makes in the
+    """Bytes of the gradients that are a state in the plan and that DeepSpeed makes in the
     backward."""
     lay = problem.layout
     if lay.zero_stage == ZERO_3 or policy.offload_optimizer:

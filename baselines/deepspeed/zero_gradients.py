@@ -1,21 +1,21 @@
 """Bytes of gradients that DeepSpeed holds, from a weight's gradient to the end of its micro-batch.
 
-Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`stage_1_and_2.py`,
-`stage3.py`, `engine.py`):
+Rules of deepspeed 0.19.8, found in its code and confirmed by the peaks of traces
+(`stage_1_and_2.py`, `stage3.py`, `engine.py`):
 
 - ZeRO 0 and 1 keep whole gradients until the last micro-batch. ZeRO 0 then sums them MAX_SUMMED
   elements at a time, in a copy (buffered_allreduce_fallback). ZeRO 1 puts them into the reduce
   bucket in the order of parameters, with overlap_comm in the order in which they are made.
 - ZeRO 1 and 2 allocate their bucket (with overlap_comm two) at the first gradient (setup_buckets)
   and free it in the epilogue. If a gradient no longer fits, the bucket is reduced first, while the
-  gradient is alive. A gradient larger than the bucket stays where it is
+  gradient is alive. A gradient larger than the bucket is not copied into it
   (reduce_independent_p_g_buckets...).
 - A reduction copies the bucket if the bucket holds parts of more than one rank, and once more in
-  fp32 under Ulysses (allreduce_bucket). The first reduction of this rank's parameters allocates
-  memory for all of them, whole (copy_grads_in_partition).
+  fp32 under Ulysses (allreduce_bucket). The first reduction of a parameter of this rank allocates
+  memory for the whole gradients of all such parameters (copy_grads_in_partition).
 - ZeRO 3's bucket exists from the start. A reduction copies it, partition by partition
   (reduce_scatter_coalesced), and allocates this rank's part again if the sum has another type.
-- For an offloaded part, the norm is taken in fp64, then the part is copied in fp32.
+- For an offloaded part, the norm is computed in fp64, then the part is copied in fp32.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ from rematbench.workload import Model
 MAX_SUMMED = 500_000_000
 """MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine, in elements."""
 NORM, WIDE = 8, 4
-"""Bytes per element of a tensor whose norm is taken (fp64), and of an fp32 element."""
+"""Bytes per element of a tensor whose norm is computed (fp64), and of an fp32 element."""
 ALIGNED = 2
 """A rank's part is a multiple of this number of elements (nccl_start_alignment_factor)."""
 NORMED = 250_000_000
-"""The number of elements whose norm ZeRO 3 takes at once (_constant_buffered_norm2)."""
+"""The number of elements for which ZeRO 3 computes a norm at once (_constant_buffered_norm2)."""
 
 
 NotePeak = Callable[[int], None]
-"""A function that notes bytes which are alive for a moment, in addition to `held`."""
+"""A function that records that this many bytes, in addition to `held`, are alive for a moment."""
 
 
 def reducer(model: Model, sizes: Sizes, note_peak: NotePeak) -> "Zero0":
@@ -44,7 +44,7 @@ def reducer(model: Model, sizes: Sizes, note_peak: NotePeak) -> "Zero0":
 
 
 class Zero0:
-    """ZeRO 0: every gradient is kept, and all are summed over ranks after the last micro-batch."""
+    """ZeRO 0: gradients are kept, and are summed over ranks after the last micro-batch."""
 
     def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
         self.model, self.sizes, self.note_peak = model, sizes, note_peak
@@ -55,8 +55,7 @@ class Zero0:
         self._waiting = 0
 
     def gradient(self, weight: Weight, *, more: bool = False) -> None:
-        """Account for a weight's new gradient. `more`: the gradient belongs to one of several
-        tiles, and further tiles follow."""
+        """Count a weight's new gradient. `more`: it comes from a tile, and further tiles follow."""
         if weight.output == "logits" and self.model.tied_embeddings and not more:
             self._waiting = self._size(weight)  # it waits for the embedding's gradient
             self.held += self._waiting
@@ -83,30 +82,31 @@ class Zero0:
         self.held, self._kept = 0, {}
 
     def keep(self, weight: Weight) -> None:
-        """Keep the gradient of a weight in place, together with its earlier kept gradient."""
+        """Keep the gradient of a weight; an earlier gradient of the weight is the same tensor."""
         if weight.offset not in self._kept:
             self._kept[weight.offset] = self._size(weight)
             self.held += self._size(weight)
 
     def drop(self, weight: Weight) -> None:
-        """Stop counting the gradient of a weight, which has moved or is freed."""
+        """Stop counting the gradient of a weight, which is copied elsewhere or freed."""
         self.held -= self._kept.pop(weight.offset, 0)
 
     def new_bytes(self, weight: Weight) -> int:
-        """Bytes of a new gradient whose weight has no kept gradient."""
+        """Bytes of a weight's new gradient; 0 if the weight has a kept gradient."""
         return 0 if weight.offset in self._kept else self._size(weight)
 
     def _size(self, weight: Weight) -> int:
         return self.sizes.element * weight.elements
 
     def _copied(self, elements: int, count: int) -> int:
-        """Bytes of the copy that is summed (none for a single tensor), and of its conversion."""
+        """Bytes of the copy that is summed (none for a single tensor) and of a copy in another
+        type."""
         wide = self.sizes.reduced if self.sizes.reduced != self.sizes.element else 0
         return elements * ((self.sizes.element if count > 1 else 0) + wide)
 
 
 class Bucketed(Zero0):
-    """A ZeRO stage with a bucket: its contents, and gradients too large for it."""
+    """A ZeRO stage with a bucket. `filled` includes gradients that are larger than the bucket."""
 
     def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
         super().__init__(model, sizes, note_peak)
@@ -148,7 +148,7 @@ class Zero2(Bucketed):
         self._buckets = self._now = self._before = 0
 
     def gradient(self, weight: Weight, *, more: bool = False) -> None:
-        """Account for a weight's new gradient; the first gradient allocates the bucket."""
+        """Count a weight's new gradient; the first gradient allocates the bucket."""
         self.note_peak(self._size(weight))
         if more or not (weight.output == "logits" and self.model.tied_embeddings):
             self.buckets()
@@ -171,8 +171,8 @@ class Zero2(Bucketed):
         self.filled = []
 
     def _summed(self) -> list[int]:
-        """Bytes of the copies that are summed. Each copy holds slices of one rank each, as many as
-        fill the bucket."""
+        """Bytes of the copies that are summed. A copy has slices of weights, each slice for one
+        rank, until it has more elements than the bucket."""
         slices: list[tuple[int, int]] = []
         for weight in self.filled:
             at, end = weight.offset, weight.offset + weight.elements
@@ -214,8 +214,8 @@ class Zero2(Bucketed):
 
 
 class Zero1(Zero2):
-    """ZeRO 1: like ZeRO 2 in the last micro-batch, and like ZeRO 0 before. Without overlap_comm the
-    bucket is filled when all gradients exist."""
+    """ZeRO 1: like ZeRO 2 in the last micro-batch, and like ZeRO 0 before it. Without overlap_comm
+    the bucket is filled after all gradients have been made."""
 
     def add(self, weight: Weight, *, more: bool) -> None:
         if self.last and self.sizes.overlap:
@@ -233,7 +233,7 @@ class Zero1(Zero2):
 
 
 class Zero3(Bucketed):
-    """ZeRO 3: the bucket and this rank's part are states; the copies of a reduction are not."""
+    """ZeRO 3: the bucket and this rank's part are states; the copies in a reduction are not."""
 
     def reduce(self, extra: int) -> None:
         """Copy the bucket by partition, allocate this rank's part again, then offload the part."""
@@ -252,8 +252,8 @@ class Zero3(Bucketed):
         self.filled = []
 
     def _leaving(self, part: int) -> int:
-        """Bytes of a gradient part whose optimizer is on the host. They are the part that comes
-        back from the host, where the parts of micro-batches are added, and the part in the type of
-        the norm or of the optimizer, whichever is larger."""
+        """Bytes of copies of a gradient part whose optimizer is on the host. One copy comes back
+        from the host, where the parts of micro-batches are added; the other is in fp64 for the norm
+        or in fp32 for the optimizer, whichever is larger."""
         wide = WIDE * part if self.sizes.element != WIDE else 0
         return self.sizes.element * part + self.last * max(NORM * min(part, NORMED), wide)

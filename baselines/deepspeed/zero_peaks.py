@@ -1,11 +1,11 @@
 """Memory of a rank under ZeRO during a step, weight by weight, in addition to the operator table
 and the plan.
 
-A weight's gradient exists when the backward of its operator is over. `zero_gradients` tells how
-much of it DeepSpeed then holds, `zero_weights` which parameters are whole under ZeRO 3.  So a peak
-is at the loss, at a weight's gradient (most often when the bucket is reduced), or at the end of a
-micro-batch.  The walk uses ZeRO's gathers and gradient buffers in place of the plan's own.
-TiledMLP rebuilds its tiles in its backward, one at a time, even in a recomputed layer.
+A weight's gradient exists when the backward of its operator is over. `zero_gradients` computes how
+many bytes of gradients DeepSpeed then holds, and `zero_weights` which parameters are whole under
+ZeRO 3. A peak is therefore at the loss, at a weight's gradient (most often when the bucket is
+reduced), or at the end of a micro-batch. ZeRO's gathers and gradient buffers replace those of the
+plan. TiledMLP rebuilds its tiles in its backward, one at a time, even in a recomputed layer.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ from rematbench.workload import Model
 
 Key = tuple[int, int, Storage]
 PLAN_STATES = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
-"""The plan's own gathers and gradient buffers, which this walk leaves out."""
+"""The plan's own gathers and gradient buffers, which are not counted here."""
 TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
 """The tensors that TiledMLP rebuilds, and the operator that ends a tile."""
 
 
 def direction(action: Action) -> bool | None:
-    """True for an action of a forward or recomputation, False for a backward, otherwise None."""
+    """True for actions of a forward or recomputation, False for those of a backward, else None."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return True
     kind = Kind.BACKWARD_WEIGHT if action.part == "E" else Kind.BACKWARD_INPUT
@@ -33,7 +33,7 @@ def direction(action: Action) -> bool | None:
 
 
 class Alive:
-    """Live bytes of the device in issue order."""
+    """Live bytes of the device, while the actions are passed in issue order."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -55,8 +55,7 @@ class Alive:
                 self._tile.append(key)
 
     def before(self, action: Action) -> None:
-        """Account for tiles before an action runs. A finished tile is freed, and the tile that the
-        action needs is rebuilt."""
+        """Free a finished tile, and count the tile that is rebuilt because the action needs it."""
         if direction(action) is not None:
             if self._tile_ends:
                 kept = [key for key in self._tile if key in self._known]
@@ -100,7 +99,7 @@ def module_order(model: Model, rank: RankProgram) -> list[Weight | None]:
 
 
 class _Walk:
-    """The peak of live bytes, ZeRO's included, in issue order."""
+    """The peak of live bytes, ZeRO's included, while the actions are passed in issue order."""
 
     def __init__(self, model: Model, sizes: Sizes, rank: RankProgram) -> None:
         self.model, self.sizes = model, sizes
@@ -126,7 +125,7 @@ class _Walk:
         self._over = False
 
     def at(self, action: Action) -> None:
-        """Account for one action; before an operator its modules fetch their weights."""
+        """Count the bytes of one action; before an operator its modules fetch their weights."""
         forward = direction(action)
         if forward is not None:
             self._end()  # other readers keep the operator's operands alive
@@ -147,8 +146,7 @@ class _Walk:
         self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + extra)
 
     def dead(self, keys: list[Key]) -> None:
-        """Free tensors; once an operator's operands are freed, account for the gradients of its
-        weights."""
+        """Free tensors. If an operator's operands are freed, count its weights' gradients."""
         self.alive.freed(keys)
         if keys:
             self._end()
@@ -162,8 +160,8 @@ class _Walk:
             self._over = True
 
     def _gradients(self, ended: "tuple[Weight, ...]") -> None:
-        """Account for the gradients of an operator's weights, one after another. An embedding table
-        keeps its weight until the end, because its module has no input gradient."""
+        """Count the gradients of an operator's weights, one after another. The weight of an
+        embedding table is not released, because its module has no input gradient."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)

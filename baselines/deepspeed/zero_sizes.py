@@ -1,5 +1,5 @@
-"""The model's parameters in DeepSpeed's order, the order of their gradients, and the sizes and
-settings that ZeRO's memory depends on."""
+"""The model's parameters in DeepSpeed's order and in the order of their gradients, and the sizes
+and settings that determine ZeRO's memory."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -80,7 +80,7 @@ def _layer(model: Model) -> list[Weight]:
 
 
 def parameters(model: Model) -> tuple[Weight, ...]:
-    """All parameters in DeepSpeed's flat order; a tied projection is the embedding."""
+    """All parameters in DeepSpeed's flat order; a tied output projection is the embedding."""
     found = [weight._replace(part="E") for weight in tables(model)]
     layer = _layer(model)
     for number in range(model.num_layers):
@@ -95,8 +95,8 @@ def parameters(model: Model) -> tuple[Weight, ...]:
 
 
 def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
-    """The parameters of every (part, operator) in the order of their gradients: the reversed order
-    of the operator's forward."""
+    """The parameters of every (part, operator) in the order of their gradients, which is the
+    reverse of the order in the operator's forward."""
     found: dict[tuple[str, str], tuple[Weight, ...]] = {}
     for weight in parameters(model):
         key = weight.part, weight.op

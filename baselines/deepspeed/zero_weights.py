@@ -1,18 +1,19 @@
-"""Whole weights under ZeRO 3, module by module: fetched ahead, waited for, released.
+"""Elements of whole weights under ZeRO 3, while modules fetch weights ahead, wait for them and
+release them.
 
 The rules follow PartitionedParameterCoordinator of deepspeed 0.19.8, once it knows the order of
 modules:
 
-- Before every module its weights are fetched, if they are not whole, and waited for. Then the
-  next weights in order are fetched ahead: one bucket at most, and until
+- Before a module runs, its weights are fetched, if they are not whole, and waited for. Then the
+  next weights in order are fetched ahead: one bucket at most, and only until
   stage3_max_live_parameters are whole.
-- Several weights that are fetched at once come in one buffer. Waiting for any of them copies all
-  of them out of the buffer; the buffer stays until the last of them has been waited for
+- Several weights that are fetched at once arrive in one buffer. Waiting for any of them copies all
+  of them out of the buffer; the buffer exists until the last of them has been waited for
   (AllGatherCoalescedHandle).
-- After a module its weights are released, unless they are used again within
-  stage3_max_reuse_distance elements, or fetching ahead has met a later use of them.
+- After a module has run, its weights are released, unless they are used again within
+  stage3_max_reuse_distance elements, or fetching ahead has reached a later use of them.
 
-Small parameters are never released, so this walk ignores them.
+Small parameters are never released, so they are not counted here.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from baselines.deepspeed.zero_sizes import Sizes, Weight, matrices
 
 
 class Whole:
-    """Elements of whole or buffered weights while the modules of a micro-batch run in order.
-    `uses`: the weight of each module, None for a module without a weight."""
+    """Elements of whole or buffered weights while the modules of a micro-batch run in order. `uses`
+    has the weight of each module, or None for a module without one."""
 
     def __init__(self, uses: Sequence[Weight | None], sizes: Sizes) -> None:
         self.sizes = sizes
@@ -73,7 +74,7 @@ class Whole:
             self.elements += weight.elements
 
     def _wait(self, weight: Weight) -> None:
-        """Wait for a weight. Of weights in one buffer, the first wait copies all of them, and the
+        """Wait for a weight. The first wait for a weight of a buffer copies all its weights; the
         last wait frees the buffer."""
         left = self._waiting.pop(weight.offset, None)
         if left is None:
@@ -101,9 +102,9 @@ class Whole:
 
 
 def modules(op: str, weights: Sequence[Weight], *, forward: bool) -> list[Weight | None]:
-    """The modules of an operator in the order in which they run, with their weights. Weights are
-    given in the order of their gradients. The model and a layer run before the modules inside
-    them."""
+    """The weights of an operator's modules in the order in which the modules run (None: a module
+    without a weight). `weights` is in the order of gradients. The model and a layer run before the
+    modules inside them."""
     found: list[Weight | None] = list(matrices(weights))
     if forward:
         found = found[::-1]

@@ -1,1 +1,1 @@
-"""Megatron-core, the package itself, under its own pipeline schedules."""
+"""Megatron-core itself, under its own pipeline schedules."""

@@ -39,7 +39,7 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
 
 
 def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
-    """The fields that follow from the job, whatever is recomputed or offloaded."""
+    """The fields that depend on the job, but not on what is recomputed or offloaded."""
     run = job.run
     lay, dtype = run.layout, DTYPES[run.precision]
     traced = run.world == "traced"

@@ -1,8 +1,8 @@
 """Experts of Megatron-core: their configuration, and the stand-ins that fake tensors need.
 
-A fake tensor has no values, so nobody can read how many tokens an expert receives.  The stand-ins
-here give every expert the same number, which is the balance that a prediction assumes.  No stand-in
-changes what is saved.
+A fake tensor has no values, so the number of tokens that an expert receives cannot be read. The
+stand-ins give every expert the same number, as a prediction does. No stand-in changes which tensors
+are saved.
 """
 
 from typing import Any
@@ -49,12 +49,12 @@ def expert_fields(run: RunSpec, policy: MegatronCore) -> dict[str, Any]:
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """Whether a parameter belongs to an expert: its gradient is summed over fewer ranks."""
+    """Whether a parameter belongs to an expert, so that its gradient is summed over fewer ranks."""
     return not getattr(parameter, "allreduce", True)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The products of groups of rows with a matrix each, as shapes: it saves both operands."""
+    """The shapes of products of groups of rows with one matrix each; it saves both operands."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ class _Products:
 
 
 class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
-    """Answers masked_select, whose result size depends on values, with the number of elements under
-    balance: `active` of every `count` elements of the mask."""
+    """Gives masked_select, whose number of results depends on values, the number that balanced
+    experts have: `active` of every `count` elements of the mask."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
 
 
 def install_balance(experts: Experts) -> Selecting:
-    """Install the stand-ins for fake tensors. Returns the mode that must be active during the whole
+    """Install the stand-ins for fake tensors. Returns a mode that must be active during the
     step."""
     grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _Products
     kind = token_dispatcher.MoEAlltoAllTokenDispatcher

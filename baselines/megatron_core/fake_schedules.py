@@ -1,10 +1,10 @@
 """One rank of any layout on fake tensors: Megatron-core's own schedules without hardware.
 
-Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Bytes are sizes of storages: no allocator rounding, no workspaces, no scratch inside kernels. With
-fine-grained offloading the second step is measured. In the first step Megatron-core learns the
-groups of tensors and offloads all of them; in later steps it keeps the groups that are needed
-first.
+Torch's fake process group completes every collective at once; fake tensors have sizes and no
+values. Bytes are sizes of storages, without the allocator's rounding, workspaces, and memory that a
+kernel allocates for itself. With fine-grained offloading the second step is measured. In the first
+step Megatron-core learns the groups of tensors and offloads all of them; in later steps it keeps
+the groups that are needed first.
 """
 
 from contextlib import nullcontext
@@ -43,8 +43,8 @@ def trace(job: PackageJob, policy: MegatronCore) -> RankAnswer:
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push
     offload.print_offload_summary_table = lambda *_: None  # printing it is a collective
-    # Selective recomputation of norms refills a storage from the rebuilt storage. There are no
-    # values to copy, and torch's own copy would keep both fake storages alive for good.
+    # Selective recomputation of norms copies the rebuilt storage into the earlier one. There are no
+    # values to copy, and torch's own copy would keep both fake storages alive forever.
     torch.UntypedStorage.copy_ = lambda storage, *_: storage  # type: ignore[method-assign]
     store = FakeStore()
     dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)

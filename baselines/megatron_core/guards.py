@@ -1,4 +1,4 @@
-"""Early refusal of jobs that Megatron-core would refuse late, run wrongly or never end."""
+"""Refusals, at the start, of jobs that Megatron-core would refuse late, run wrongly or not end."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from rematbench.worlds.records.record import RunSpec
 
 
 def check(job: PackageJob, policy: MegatronCore) -> None:
-    """Raise NotRunnable with the first reason."""
+    """Raise NotRunnable with the first reason to refuse the job, if there is one."""
     run = job.run
     for broken, reason in (
         *policy.limits(setup_of(run)),
@@ -23,8 +23,7 @@ def check(job: PackageJob, policy: MegatronCore) -> None:
 
 
 def has_transformer_engine(job: PackageJob) -> bool:
-    """Whether a job runs on TransformerEngine's layers: on GPUs with TransformerEngine
-    installed."""
+    """Whether a job runs on TransformerEngine's layers: on GPUs, if it is installed."""
     there = importlib.util.find_spec("transformer_engine") is not None
     return there and job.device == "cuda" and job.run.world == "executed"
 
@@ -33,8 +32,8 @@ def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[Reason]
     return [
         (
             run.precision == "fp32",
-            "fp32 on TransformerEngine, whose fp32 products are TF32 and whose attention has no "
-            "fp32 but the quadratic one",
+            "fp32 on TransformerEngine, whose products are in TF32 and whose only attention in "
+            "fp32 materialises the scores",
         ),
         policy.norms(run.model),
     ]
@@ -45,8 +44,8 @@ def _pipeline(job: PackageJob, policy: MegatronCore) -> list[Reason]:
     return [
         (
             lay.vpp > 1 and lay.pp == 2 and policy.batch_p2p and job.run.world == "executed",
-            "interleaving on pp 2 with batched p2p gives wrong gradients: both neighbours are one "
-            "rank and only their order distinguishes messages; set batch_p2p=false",
+            "interleaving on pp 2 with batched p2p gives wrong gradients: both neighbours are the "
+            "same rank, and only the order tells messages apart; set batch_p2p=false",
         ),
         (
             policy.overlap_grad_reduce and job.run.world == "traced",

@@ -1,7 +1,7 @@
-"""The layer spec: Megatron-core's own modules, with our norm and core attentions.
+"""The layer spec: Megatron-core's own modules, with this baseline's norm and core attentions.
 
-Megatron-core has such a norm and such attentions only with TransformerEngine. If TransformerEngine
-is installed (GPUs), Megatron's TE spec is used unchanged.
+Megatron-core itself has such a norm and such attentions only with TransformerEngine. If
+TransformerEngine is installed (on GPUs), Megatron-core's spec for it is used unchanged.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ from rematbench.worlds.torch.groups import Group
 
 class Norm:
     """torch's LayerNorm or RMSNorm in the parameters' dtype. Under sequence parallelism its
-    gradients are summed over tensor-parallel ranks (Megatron's wrapper of torch's norms refuses
-    sequence parallelism)."""
+    gradients are summed over tensor-parallel ranks. (Megatron-core's wrapper of torch's norms
+    refuses sequence parallelism.)"""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -57,7 +57,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no ty
 
 
 class UnequalAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
-    """Causal core attention for values with another head_dim than keys, which torch's flash
+    """Causal core attention where values have another head_dim than keys, which torch's flash
     operator on a CPU refuses. It saves the tensors that a flash kernel saves."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
@@ -183,8 +183,8 @@ def _local_spec(run: RunSpec, policy: MegatronCore, *, dense: bool) -> tuple[Any
 
 
 def mask_padding(projection: Any, vocab: int, rank: int) -> None:
-    """Mask this rank's columns of a padded vocabulary in the output projection. Megatron-core
-    counts such columns in the loss. A rank without such columns is unchanged."""
+    """Mask the logits of the vocabulary's padding in this rank's output projection, if the rank has
+    any. Megatron-core itself counts them in the loss."""
     width = projection.output_size_per_partition
     own = max(0, min(width, vocab - rank * width))
 

@@ -1,5 +1,5 @@
-"""The models and layouts that Megatron-core 0.16.1 refuses, runs wrongly, or is not run with here,
-each with the reason."""
+"""The models and layouts that Megatron-core 0.16.1 refuses or runs wrongly, or that this project
+does not run with it, each with the reason."""
 
 from rematbench.workload import Model
 from rematbench.worlds.packages.limits import NOT_RUN, QUANTISED, Reason, Setup
@@ -38,12 +38,12 @@ def of_model(setup: Setup) -> list[Reason]:
 
 
 TRACED_HERE = ("experts", "latent attention")
-"""Features that the blocks of Llama and GPT lack and that this baseline traces."""
+"""Features that Llama's and GPT's layers lack and that this baseline traces."""
 HAVE_OPTIONS = (
     *("rotary positions on a part of the heads", "no positions", "attention sinks"),
     *("layers that predict more tokens", "sparse attention", QUANTISED),
 )
-"""Features of a block that Megatron-LM has an option for, and this baseline does not run."""
+"""Features of a layer for which Megatron-LM has an option, but which this baseline does not run."""
 
 
 def _said(words: str) -> str:
@@ -51,8 +51,8 @@ def _said(words: str) -> str:
 
 
 def _experts(setup: Setup) -> list[Reason]:
-    """Refusals of experts: features that are not run here, and two jobs in which 0.16.1 computes a
-    right loss but wrong gradients."""
+    """Reasons against experts: features that are not run here, and two cases in which 0.16.1
+    computes the right loss and wrong gradients."""
     model, lay, experts = setup.model, setup.layout, setup.model.experts
     if experts is None:
         return []
@@ -65,20 +65,20 @@ def _experts(setup: Setup) -> list[Reason]:
         (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
-            "an auxiliary loss under tp: with --calculate-per-token-loss 0.16.1 scales its "
-            f"gradient by a rank's tokens, so it is 1/tp of the right one ({NOT_RUN}",
+            "an auxiliary loss under tp: with --calculate-per-token-loss 0.16.1 scales its gradient"
+            f" by one rank's tokens, which makes it 1/tp of the right one ({NOT_RUN}",
         ),
         (
             lay.tp > 1 and lay.ep == 1 and lay.expert_tp == 1,
-            "tp with ep 1 and etp 1: 0.16.1 does not sum the gradients of experts over tp, and the "
-            "loss is right all the same; set etp = tp, or ep",
+            "tp with ep 1 and etp 1: 0.16.1 does not sum the gradients of experts over tp, "
+            "although the loss is right; set etp = tp, or ep above 1",
         ),
     ]
 
 
 def _latent(setup: Setup) -> list[Reason]:
-    """Refusals of latent attention: features that are not run here, and a job in which 0.16.1
-    computes a right loss but wrong gradients."""
+    """Reasons against latent attention: features that are not run here, and a case in which 0.16.1
+    computes the right loss and wrong gradients."""
     model, lay = setup.model, setup.layout
     if model.latent is None:
         return []
@@ -86,7 +86,7 @@ def _latent(setup: Setup) -> list[Reason]:
         (
             lay.tp > 1,
             "latent attention under tp: the local spec of 0.16.1 gives the shared part of keys the "
-            "gradient of this rank's heads only, with a right loss",
+            "gradient of this rank's heads only, although the loss is right",
         ),
         (lay.cp > 1, "latent attention under cp (not run here)"),
         (model.norm != "rmsnorm", "latent attention with LayerNorm (not run here)"),
@@ -110,5 +110,5 @@ def of_layout(setup: Setup) -> list[Reason]:
             "unfused attention under context parallelism",
         ),
         (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
-         "interleaved, the micro-batches must be a multiple of pp"),
+         "the interleaved schedule needs a multiple of pp micro-batches"),
     ]  # fmt: skip

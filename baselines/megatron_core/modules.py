@@ -1,4 +1,4 @@
-"""The modules that Megatron-core recomputes or offloads, and their tensors."""
+"""The modules that Megatron-core recomputes or offloads, with their tensors."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ RecomputeModule = Module
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 MIN_OFFLOADED = 2
-"""The fewest elements of an offloaded tensor. Single numbers stay on the device: on CUDA fp32
+"""The fewest elements that an offloaded tensor has. Single numbers are not offloaded: on CUDA, fp32
 attention saves its random seeds, which are in host memory already."""
 TRACED: dict[str, tuple[str, ...]] = {
     "core_attn": ("causal_mask",),
@@ -16,8 +16,8 @@ TRACED: dict[str, tuple[str, ...]] = {
     "mlp": ("up_out_offset",),
     "mla_up_proj": ("rope_tables",),
 }
-"""For each recomputed module, the tensors that it drops and that only the traced stack saves
-(stack.py)."""
+"""The tensors that a recomputed module drops and that only the stack without TransformerEngine
+saves (stack.py)."""
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input", "attn_norm_statistics"),
     "qkv_linear": ("attn_norm_out",),
@@ -25,7 +25,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "q",
         "k",
         "v",
-        "kv_repeated",  # only the traced stack saves it (stack.py)
+        "kv_repeated",  # only the stack without TransformerEngine saves it (stack.py)
         "lse",
         "attn_probs",
         "attn_probs_mask",

@@ -1,12 +1,14 @@
-"""Tensors that megatron-core 0.16.1 holds for a different time than a plan.
+"""Tensors that megatron-core 0.16.1 holds for a longer or shorter time than a plan.
 
 The softmax is made in the fp32 copy of the logits, and the gradient of the logits in the softmax;
 if the logits are fp32, they are this copy, so all three share one storage
-(VocabParallelCrossEntropy). Tensors are offloaded and reloaded by group: a group is the tensors
-that one module of one layer saves. The group is offloaded when the forward of its module is over (a
-plan frees the device's copy when the copy on its own stream is done; a trace has no streams). After
-the backward of a group, the most recently committed group that is still offloaded is reloaded. If
-there is none, the group is taken from the next chunk (ChunkOffloadHandler.bulk_reload).
+(VocabParallelCrossEntropy).
+
+Tensors are offloaded and reloaded by group: a group is the tensors that one module of one layer
+saves. A group is offloaded when the forward of its module is over. (A plan frees the device's copy
+when the copy on a separate stream is done; a trace has no streams.) After the backward of a group,
+the group that was offloaded last and is not reloaded yet is reloaded. If there is none, a group of
+the next chunk is (ChunkOffloadHandler.bulk_reload).
 """
 
 from baselines.megatron_core.plan import MegatronCore
@@ -23,7 +25,7 @@ COMMITS = {
     "attn_add": "attn_norm",
     "mlp_add": "mlp_norm",
 }
-"""The operator after whose forward a module's group is committed."""
+"""The module whose group is offloaded after the forward of this operator."""
 STARTS = {
     "mlp_norm": "mlp_norm",
     "proj": "attn_proj",
@@ -31,14 +33,14 @@ STARTS = {
     "qkv": "qkv_linear",
     "attn_norm": "attn_norm",
 }
-"""The operator with which a module starts: after its backward the next group is reloaded."""
+"""The module that starts with this operator. After the operator's backward a group is reloaded."""
 VIEWED = ("qkv_before_rope", "qkv_beside_views")
-"""Tensors that views of core attention's operands keep alive (stack.py). They leave with the
-operands and are not reloaded, because each view is reloaded as a tensor of its own."""
+"""Tensors that are alive because core attention's operands are views (stack.py). They are freed
+with the operands and not reloaded, because a view is reloaded as a separate tensor."""
 
 
 class Groups:
-    """The offload groups of a rank; each call returns the change of the device's live bytes."""
+    """The offload groups of a rank. Its methods return changes of the device's live bytes."""
 
     def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
         """`tensors`: the tensors that each module offloads."""
@@ -103,7 +105,7 @@ class Groups:
         return (part, module) if module else None
 
     def _commit(self) -> int:
-        """Offload the group of the module whose forward is over; the result is its bytes."""
+        """Offload the group of the module whose forward is over; return its bytes."""
         tensors = self._held.get(self._over, {}) if self._over else {}
         if self._over is None or not tensors:
             return 0
@@ -121,7 +123,7 @@ class Groups:
         return sum(tensors.values())
 
     def _back(self) -> int:
-        """Reload the next group after the backward of a group; the result is its bytes."""
+        """Reload the next group after the backward of a group; return its bytes."""
         for chunk in (self._ended, *self._waiting[:1]) if self._ended else ():
             if self._away.get(chunk):
                 return self._load(chunk, self._away[chunk][-1])
@@ -130,7 +132,7 @@ class Groups:
 
 LOGITS, SOFTMAX = storage_of(HEAD, "logits"), storage_of(HEAD, "loss_saved")
 MADE_IN = {SOFTMAX: LOGITS, LOGITS.gradient: SOFTMAX}
-"""The tensor whose storage the loss reuses for a tensor, if both have the same number of bytes."""
+"""The tensor in whose storage the loss makes another tensor, if both have equally many bytes."""
 
 
 def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:

@@ -1,7 +1,7 @@
 """The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
 
-Source: Megatron-LM, megatron/training/arguments.py of core 0.16. `flags` lists as assumed the facts
-that act in a job but have no option here.
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16. `flags` lists facts as assumed if
+they have an effect in a job and have no option here.
 """
 
 import shlex
@@ -27,10 +27,9 @@ ROPES = {"fused": "", "eager": "--no-rope-fusion"}
 TP_OVERLAPS = {"gemm": "--tp-comm-overlap", "backward": ""}
 P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
 GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
-"""The option for the dtype of gradients by its bytes; buffers and reductions have this dtype."""
+"""The option for the dtype of gradients, in buffers and reductions, by its bytes."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
-"""The options for the dtypes of moments, by the bytes of master weight and moments of an
-element."""
+"""The options for the dtypes of moments, by the bytes of an element's master weight and moments."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
 DISPATCHERS = {
     "alltoall": "alltoall",
@@ -66,7 +65,7 @@ def _bucket(system: System) -> str:
 
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
-    "cudnn_first": lambda _: "",  # the kernel that the generation has is printed
+    "cudnn_first": lambda _: "",  # --attention-backend says which kernel the generation uses
     "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
     "rope": lambda system: ROPES.get(system.kernels.rope),
     "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
@@ -94,14 +93,13 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
     ),
     "rank_order": lambda system: RANK_ORDERS.get(system.parallel.rank_order),
 }
-"""The option of each fact: empty where Megatron-LM's default says the same, None for a value that
-no option gives."""
+"""The option for each fact: empty if Megatron-LM's default equals it, None if no option does."""
 POLICY = ("fused_swiglu", "param_bytes")
-"""Facts that the options of the policy and of the precision set."""
+"""Facts that are set by the options of the policy and of the precision."""
 
 
 def stack_words(problem: Problem) -> list[str]:
-    """The options of the stack's facts that matter to a job."""
+    """The options for the facts of the stack that have an effect in a job."""
     useful = _useful(problem)
     kernel = problem.system.attention_on(problem.cluster.generation)
     system = with_facts(problem.system, attention=kernel, cudnn_first=False)
@@ -110,8 +108,7 @@ def stack_words(problem: Problem) -> list[str]:
 
 
 def _useful(problem: Problem) -> dict[str, bool]:
-    """Whether the option of a fact matters to a job; options of facts that are not listed always
-    do."""
+    """Whether a fact has an effect in a job; facts that are not listed always have one."""
     lay, model, system = problem.layout, problem.workload.model, problem.system
     peers, stage = lay.dp * lay.cp > 1, lay.zero_stage if lay.state_shards > 1 else 0
     exchanges = lay.ep > 1 and lay.num_micro_batches > 1
@@ -135,7 +132,7 @@ def _useful(problem: Problem) -> dict[str, bool]:
 
 
 def facts_with_options(problem: Problem) -> set[str]:
-    """The facts that options give, or whose default needs no option."""
+    """The facts that options can set, or that Megatron-LM's defaults equal."""
     given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
     gathered = {"gather_bytes"} if problem.workload.fp8_params else set[str]()
     return {*POLICY, *given, *gathered}
@@ -158,8 +155,8 @@ RECIPES = {name: word for word, name in MEGATRON.items()}
 
 
 def recipe_words(work: Workload) -> list[str]:
-    """The options of the recipe of quantised linears.  Recipes with one scale for a tensor quantise
-    gradients in another format (hybrid: e4m3, and e5m2 for gradients)."""
+    """The options for the recipe of quantised linears. Recipes with one scale per tensor quantise
+    gradients in another format (hybrid: e4m3, but e5m2 for gradients)."""
     if work.recipe == "none":
         return []
     bits, one = (4, "e2m1") if work.recipe == "nvfp4" else (8, "e4m3")
@@ -173,9 +170,8 @@ def recipe_words(work: Workload) -> list[str]:
 
 
 def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
-    """The options for the layers of each chunk: none for equal ones, the layers of the first and
-    the last rank, or the text of all stages, from which Megatron-LM derives the chunks of a
-    rank."""
+    """The options for the layers of each chunk: none if all chunks are equal, the layers of the
+    first and the last rank, or the text of all stages (Megatron-LM derives chunks from it)."""
     sizes = [len(stage.layers) for stage in stages]
     ahead = any(stage.prediction for stage in stages[:-1])
     if len(set(sizes)) > 1 or ahead or layout.stages:

@@ -1,5 +1,4 @@
-"""Megatron-core's parameters by the project's names, for filling weights and splitting
-gradients."""
+"""Megatron-core's parameters by the project's names, to write weights and split gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ INSIDE = {
     "mlp.linear_fc1.layer_norm": ("mlp_norm",),
     "mlp.linear_fc2": ("fc2",),
 }
-"""The project's names by module of a layer; TransformerEngine's linears hold their norm."""
+"""The project's names by a layer's module. TransformerEngine's linears contain norms."""
 ENDS = {
     "embedding.word_embeddings.weight": "embedding.weight",
     "embedding.position_embeddings.weight": "position.weight",
@@ -32,7 +31,7 @@ ENDS = {
 
 
 def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
-    """Every parameter of a GPTModel with the names of its weights, in the order of its rows."""
+    """Every parameter of a GPTModel with the names of the weights in its rows, in order."""
     for name, parameter in chunk.named_parameters():
         if name in ENDS:
             tied = name == "output_layer.weight" and model.tied_embeddings
@@ -50,7 +49,7 @@ def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]
 
 
 def _join(parts: list[Tensor], groups: int) -> Tensor:
-    """One tensor of several weights: q, k, v interleaved by KV head; gate and up concatenated."""
+    """Join several weights in one tensor: q, k and v by KV head, or gate and then up."""
     if len(parts) != 3:
         return torch.cat(parts)
     return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
@@ -68,7 +67,7 @@ def _parts(whole: Tensor, count: int, model: Model, groups: int) -> list[Tensor]
 def fill(
     chunk: Any, model: Model, specs: dict[str, ParameterSpec], seed: int, place: tuple[int, int]
 ) -> None:
-    """Write the project's weights; `place` is (tensor-parallel rank, degree)."""
+    """Write the project's weights into a chunk; `place` is (tensor-parallel rank, degree)."""
     tp_rank, tp = place
     with torch.no_grad():
         for parameter, names in names_of(chunk, model):
@@ -79,8 +78,8 @@ def fill(
 def gradient_pieces(
     chunk: Any, model: Model, specs: dict[str, ParameterSpec], place: tuple[int, int]
 ) -> Iterator[Piece]:
-    """This rank's parts of the gradients, as views of their buffers where possible. The parts of
-    replicated parameters come from the first rank only."""
+    """This rank's parts of the gradients, as views of their buffers where possible. Gradients of
+    replicated parameters are returned by the first rank only."""
     tp_rank, tp = place
     for parameter, names in names_of(chunk, model):
         grad = parameter.main_grad  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """megatron_core: Megatron-core's own recomputation and activation offloading, as a plan.
 
-Claim: what NVIDIA ships: full, block or selective recomputation, or offloading of module inputs.
+Claim: what NVIDIA provides: full, block or selective recomputation, or offloading module inputs.
 Source: megatron-core 0.16.1 (`recompute_granularity`, `recompute_modules`, `offload_modules`);
 Korthikanti et al. 2022 (arXiv 2205.05198) for selective recomputation of core attention.
 Deviations: a dropped tensor is rebuilt before each reader, not once per module; offloading moves a
@@ -24,7 +24,7 @@ from baselines.megatron_core.modules import (
     OffloadModule,
     RecomputeModule,
 )
-from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
+from rematbench.engine.lowering.passes.emit_recompute import NOT_AGAIN, REPLAYS
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -37,7 +37,7 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations, sharing_inputs
 from rematbench.solve.recompute_modules import (
     before_experts,
     chunks_of,
@@ -64,6 +64,7 @@ T = TypeVar("T")
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
     `modules` (selective), and `offload_modules` of fine-grained activation offloading.
+    `distribute_saved_activations` (full): tensor-parallel ranks share the inputs of groups out.
 
     `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves only its input
     (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
@@ -81,14 +82,15 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_layers: PositiveInt = 1
     modules: tuple[RecomputeModule, ...] = ("core_attn",)
     offload_modules: tuple[OffloadModule, ...] = ()
+    distribute_saved_activations: bool = False
     bias_activation_fusion: bool = False
     batch_p2p: bool = False
     overlap_p2p: bool = False
     overlap_grad_reduce: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates of this stack's saved tensors under the settings, also for a job
-        that has options and is not run here."""
+        """The plan of what happens to this stack's saved tensors under the settings, also for a job
+        that has options but is not run here."""
         refused = without_options(active_reasons(self._reasons(problem, base)))
         if refused:
             return Unsupported(refused[0])
@@ -106,12 +108,14 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             plan = _dropping(problem, plan, (*dropped, *beside), routed, dense=dense)
         if self.offload_modules:
             plan = self._offloading(problem, plan)
+        if self.distribute_saved_activations:
+            first = self._first(plan) if self.method == "block" else ()
+            return sharing_inputs(problem, plan, first, "device")
         return plan
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
-        """Every policy that Megatron-core's options can express for this problem, simplest
-        first."""
+        """Every policy that options can express for this problem, the simplest first."""
         fused = problem.workload.model.mlp == "swiglu" and problem.system.kernels.fused_swiglu
         model, per_chunk = problem.workload.model, _per_chunk(setup_of(problem))
         made = partial(cls, bias_activation_fusion=fused)
@@ -122,6 +126,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         found += [made(offload_modules=modules) for modules in moves]
         for count in range(1, per_chunk + 1):
             found += [full(num_layers=count), full(method="block", num_layers=count)]
+        if problem.layout.tp > 1 and not problem.layout.sequence_parallel:
+            shared = (p for p in found if p.recompute == "full")
+            found += [replace(policy, distribute_saved_activations=True) for policy in shared]
         for policy in found:
             reasons = [*_policy(policy, model, {per_chunk}), *policy._inside_linears(problem)]
             if not active_reasons(reasons):
@@ -135,8 +142,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no option can express under any policy. Reasons that end with
-        NOT_RUN are against jobs that have options but are not run here."""
+        """The facts of a problem that no option can express under any policy. A reason that ends
+        with NOT_RUN is about a job that has options but is not run here."""
         setup = setup_of(problem)
         hosted = (
             problem.system.host.optimizer_on_host,
@@ -152,26 +159,26 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return active_reasons(reasons)
 
     def limits(self, setup: Setup) -> list[Reason]:
-        """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
+        """The jobs that 0.16.1 refuses late, runs wrongly or never ends, executed or traced."""
         policy = _policy(self, setup.model, {_per_chunk(setup)})
         return [*of_model(setup), *of_layout(setup), _uneven(setup), *policy]
 
     def norms(self, model: Model) -> Reason:
-        """Whether the settings recompute or offload norms that are part of linears, where this has
-        no effect, with the reason. Only norms before experts are modules of their own."""
+        """Whether the settings recompute or offload norms that are part of linears, which has no
+        effect, with the reason. Only the norms before experts are separate modules."""
         idle = (
             {"attn_norm"} if model.expert_layers == model.num_layers else {"attn_norm", "mlp_norm"}
         )
         recomputed = self.recompute == "selective" and "layernorm" in self.modules
         return (
             bool(idle & set(self.offload_modules)) or (recomputed and model.experts is None),
-            "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
-            "linear after them: 0.16.1 silently does nothing",
+            "norms recomputed or offloaded on TransformerEngine, where a norm is part of the "
+            "linear after it: 0.16.1 silently ignores the setting",
         )
 
     def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:
-        """The layers whose norms are recomputed, if only the norms before experts are modules of
-        their own; empty if all norms are, or none are recomputed."""
+        """The layers whose norms are recomputed if only the norms before experts are separate
+        modules; empty if all norms are separate, or if none are recomputed."""
         outside = not _norms_in_linears(problem) or "layernorm" not in self.modules
         return () if outside else before_experts(problem)
 
@@ -191,7 +198,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         setup, sizes = setup_of(problem), _chunk_sizes(base)
         itself = base.partition == problem.base_plan.partition
         selected = self.modules if self.recompute == "selective" else ()
-        again = self.recompute == "full" or "moe" in selected
+        layers = self.recompute == "full" and REPLAYS not in problem.system.accepts.features
+        again = layers or "moe" in selected
         return [
             *of_model(setup), *of_layout(setup), _uneven(setup, itself and len(sizes) > 1),
             *_policy(self, setup.model, sizes), *self._inside_linears(problem),
@@ -203,8 +211,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options can give each stage of a plan its layers: the text of all stages always
-        can."""
+        """Whether options can give each stage of a plan its layers. They always can."""
         return True
 
     @classmethod
@@ -245,6 +252,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             found["recompute_granularity"] = self.recompute
         if self.recompute == "full":
             found |= {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+        if self.distribute_saved_activations:
+            found["distribute_saved_activations"] = True
         if self.recompute == "selective":
             found["recompute_modules"] = list(self.modules)
         if self.offload_modules:
@@ -257,10 +266,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
         base = holding_inputs(problem, base, inner, whole=True)
         if self.method == "block":
-            chunks = chunks_of(base)
-            first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
-            return base.with_rules(rebuilding_layers(inner, first))
+            return base.with_rules(rebuilding_layers(inner, self._first(base)))
         return base.with_rules(*rebuilding_groups(inner, base, self.num_layers))
+
+    def _first(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(i for chunk in chunks_of(plan) for i in chunk[: self.num_layers])
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
@@ -270,7 +280,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         kept = kept_activations(problem, base)
         names = tuple(n for every in self.moved.values() for n in every if n in kept)
         if not names:
-            return base.noting(megatron_core="no-op: nothing of these modules is kept")
+            return base.noting(megatron_core="no-op: no tensor of these modules is kept")
         select = Select(parts=("layer",), activations=names, kept=True)
         moves = Transfers(granularity="layer")
         return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
@@ -282,16 +292,16 @@ def _overlapped(problem: Problem) -> Reason:
 
 
 def fusion_argument(model: Model) -> str:
-    """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
-    a fused activation: the fused GELU includes the bias."""
+    """Megatron-LM's argument that turns the fused activation off. Empty for a model that has none:
+    the fused GELU needs biases."""
     if model.gated:
         return "--no-bias-swiglu-fusion"
     return "--no-bias-gelu-fusion" if has_biases(model) else ""
 
 
 def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of every rank where 0.16.1 deviates from the interleaved schedule; else empty.
-    With a single group of micro-batches older releases ran all forwards first; 0.16.1 does not."""
+    """The passes of every rank where 0.16.1 differs from the simulated interleaved schedule, else
+    empty. With pp micro-batches older releases ran all forwards first; 0.16.1 does not."""
     lay = problem.layout
     if lay.pp == 1 or lay.vpp == 1 or lay.num_micro_batches != lay.pp:
         return ()
@@ -309,15 +319,14 @@ def _chunk_sizes(base: Plan) -> set[int]:
 
 
 def _norms_in_linears(problem: Problem) -> bool:
-    """Whether norms are part of the linears after them, as TransformerEngine's are, on which stacks
-    with fused norms run. The stack that runs here without TransformerEngine has separate norms
-    (stack.py)."""
+    """Whether norms are part of the linears after them, as in TransformerEngine, with which stacks
+    with fused norms run. The stack without TransformerEngine (stack.py) has separate norms."""
     return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
 
 
 def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
     count, chunks = setup.model.num_layers, setup.layout.num_chunks
-    words = f"{count} layers in pp x vpp = {chunks} chunks (only even ones are built, {NOT_RUN}"
+    words = f"{count} layers in pp x vpp = {chunks} chunks (only equal chunks are built, {NOT_RUN}"
     uneven = count % chunks != 0 if uneven is None else uneven
     return (uneven or bool(setup.layout.stages), words)
 
@@ -338,6 +347,10 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
             "TransformerEngine; use a model without biases or recompute=full",
         ),
         (selective and not modules, "recompute=selective without modules"),
+        (
+            not full and policy.distribute_saved_activations,
+            "distribute_saved_activations needs recompute=full",
+        ),
         (not full and layers != 1, f"num_layers {layers} without recompute=full has no effect"),
         (
             not full and policy.method != "uniform",
@@ -358,7 +371,7 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
         ),
         (
             "attn_proj" in moved and "core_attn" not in moved,
-            "offload_modules attn_proj without core_attn, whose backward needs the same tensor",
+            "offload_modules attn_proj without core_attn, whose backward needs attn_proj's input",
         ),
         (bool(moved) and model.latent is not None, "offloads of latent attention (not run here)"),
         (
@@ -374,7 +387,7 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
 
 
 def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
-    """Why recompute modules have no effect in a model."""
+    """The reasons why recompute modules have no effect in a model."""
     routed, shared = model.experts is not None, bool(model.experts and model.experts.shared_ffn)
     for module, there in (
         ("moe", routed),
@@ -396,8 +409,8 @@ def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
 def _dropping(
     problem: Problem, base: Plan, names: tuple[str, ...], routed: tuple[int, ...], *, dense: bool
 ) -> Plan:
-    """The plan that drops these tensors. `routed`: only the norms before the experts of these
-    layers are dropped (empty: all norms are), and with `dense` the norms before each MLP too."""
+    """The plan that drops these tensors. If `routed` has layers, the only norms dropped are those
+    before the experts of these layers and, with `dense`, those before dense MLPs."""
     kept = kept_activations(problem, base) - ({"attn_norm_out"} if routed else set())
     dropped = tuple(sorted(set(names) & kept))
     if not dropped:

@@ -71,7 +71,7 @@ def leave_groups() -> None:
 
 @dataclass(kw_only=True)
 class Rig:
-    """The wrapped chunks of one rank, with their optimizer."""
+    """The wrapped chunks of one rank, its optimizer, and its place in the groups."""
 
     job: PackageJob
     place: Coordinates
@@ -107,10 +107,14 @@ class Rig:
             self.optimizer.reload_model_params()
 
     def gradient_pieces(self) -> list[Piece]:
-        """This rank's parts of the summed gradients, except parts that another rank returns."""
+        """This rank's parts of the summed gradients, except those that another rank returns."""
         if uses_distributed_optimizer(self.job.run):
             for chunk in self.chunks:
-                _gather_gradients(chunk)
+                for buffer in gradient_buffers(chunk):
+                    for bucket in buffer.buckets:
+                        group = buffer.data_parallel_group
+                        own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
         if self.place.dp or self.place.cp:
             return []
         model = self.job.run.model
@@ -125,24 +129,16 @@ class Rig:
 
 
 def padded_vocab(run: RunSpec) -> int:
-    """The rows of the embedding over all tensor-parallel ranks.  They are padded to a multiple of
-    tp only, as in the project's own executor.  No padding counts in the loss
-    (Megatron-LM pads to the multiple of an option, and its padding counts)."""
+    """The rows of the embedding over all tensor-parallel ranks: a multiple of tp, as in the
+    project's own executor, without effect on the loss. (Megatron-LM pads to a multiple that an
+    option sets, and its padding counts in the loss.)"""
     return -(-run.model.vocab // run.layout.tp) * run.layout.tp
 
 
 def gradient_buffers(chunk: Any) -> list[Any]:
-    """The gradient buffers of a wrapped chunk, and those of its experts. (`buffers` hides the
-    method of torch's modules of that name.)"""
+    """The gradient buffers of a wrapped chunk, and those of its experts. (Here `buffers` is a list,
+    not the method of torch's modules.)"""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _gather_gradients(chunk: Any) -> None:
-    for buffer in gradient_buffers(chunk):
-        for bucket in buffer.buckets:
-            group = buffer.data_parallel_group
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
@@ -177,7 +173,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
             mask_padding(module.output_layer, run.model.vocab, mpu.get_tensor_model_parallel_rank())
         if device.type != "cpu":
             module.to(device)
-        # Megatron-LM, too, reduces each chunk after the first in one bucket.
+        # As in Megatron-LM, each chunk after the first is reduced in one bucket.
         wrap = ddp_config(run, policy)
         chunks.append(DistributedDataParallel(config, wrap, module, disable_bucketing=index > 0))
     if policy.overlap_grad_reduce:
@@ -188,7 +184,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
             config.grad_sync_func = config.grad_sync_func[0]
     optimizer = None
     if run.world == "executed":
-        # Without overrides biases and norms are decayed too, as in the executor.
+        # Without overrides, weight decay is on biases and norms, too, as in the executor.
         optimizer = get_megatron_optimizer(
             optimizer_config(run), chunks, config_overrides={}, use_gloo_process_groups=False
         )
@@ -197,7 +193,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
         "spec": "te" if attention == "TransformerEngine" else "local",
     }
     if run.model.vocab < vocab:
-        kernels["vocabulary"] = "padded for tp, and the padding's logits masked: ours"
+        kernels["vocabulary"] = "padded for tp; this baseline masks the padding's logits"
     return Rig(
         job=job, place=place, chunks=chunks, config=config, optimizer=optimizer, device=device,
         kernels=kernels,
@@ -205,7 +201,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
 
 
 def _sum(losses: torch.Tensor, labels: torch.Tensor) -> Any:
-    """What Megatron-core's schedules expect from a loss function: (sum, labels that count, log)."""
+    """(sum, number of labels that are not ignored, log), as Megatron-core's schedules expect."""
     counted = labels.reshape(losses.shape) != IGNORED
     total = (losses * counted).sum()
     return total, counted.sum().int(), {"loss": total.detach().clone()}
@@ -227,11 +223,11 @@ def _forward_step(rig: Rig) -> Any:
 
 
 def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
-    """Run forward and backward of a step; return the loss function's results on the last stage."""
+    """Run forward and backward of a step; return the results of the loss function (last stage)."""
     for chunk in rig.chunks:
         chunk.zero_grad_buffer()
     if rig.optimizer is not None:
-        rig.optimizer.zero_grad()  # else .grad (main_grad) is added to itself
+        rig.optimizer.zero_grad()  # else .grad, which is main_grad, would be added to itself
     schedule = get_forward_backward_func()
     iterators = [iter(batches) for _ in rig.chunks]
     single = len(rig.chunks) == 1
@@ -248,7 +244,7 @@ def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
 
 
 def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
-    """This rank's micro-batches, and how many labels of the whole step count."""
+    """This rank's micro-batches, and the number of labels of the step that are not ignored."""
     run, job = rig.job.run, rig.job
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
     batch = make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
@@ -256,7 +252,7 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
 
 
 def pooled() -> list[torch.Tensor]:
-    """The host memory of fine-grained offloading; its pool never frees memory."""
+    """The tensors in the host memory of fine-grained offloading, whose pool never frees them."""
     if PipelineOffloadManager.OFFLOAD_MGR is None:
         return []
     pools = PipelineOffloadManager.OFFLOAD_MGR.cpu_tensor_pool._pools
@@ -268,9 +264,9 @@ def pool_bytes() -> int:
 
 
 def measured(meter: Meter, config: Any) -> None:
-    """Adapt Megatron-core to the meter. Memory that fine-grained offloading puts into its pool
-    counts as host memory. With gloo, which copies whole buffers, the gradient reduction after the
-    last backward is excluded from the peak."""
+    """Adapt Megatron-core to the meter. Memory in the pool of fine-grained offloading counts as
+    host memory. With gloo, which copies whole buffers, the reduction of gradients after the last
+    backward is not part of the peak."""
     GPUTensorPool.allocate = meter.host(ALLOCATE)
     if not is_gloo(None):
         return

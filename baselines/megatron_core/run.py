@@ -1,4 +1,4 @@
-"""Jobs of Megatron-core: under its schedules on gloo or NCCL, or on fake tensors."""
+"""Jobs of Megatron-core: under its own schedules on gloo or NCCL, or on fake tensors."""
 
 import contextlib
 import os
@@ -49,10 +49,10 @@ def _shimmed(real: bool) -> tuple[str, ...]:
 def environment(job: PackageJob) -> dict[str, str]:
     """Environment variables of Megatron-LM's launch scripts.
 
-    One hardware queue makes kernels start in issue order, and a collective start before the GEMM
-    that it overlaps with. A rank compiles its few small kernels on one thread, because ranks, and
-    the runs of an agreement, compile in parallel. Offloading also enables TransformerEngine's older
-    implementation, which Megatron-LM uses in addition to its own.
+    With one hardware queue kernels start in issue order, so that a collective starts before the
+    GEMM that it overlaps with. A rank compiles its few small kernels on one thread, because all
+    ranks, and the runs of an agreement, compile at the same time. Offloading also enables
+    TransformerEngine's older implementation, which Megatron-LM uses in addition to its own.
     """
     if job.device != "cuda":
         return {}
@@ -91,7 +91,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
 
 
 class Trainer:
-    """A rank's chunks under Megatron-core's schedule; see `baselines.common.training.Trainer`."""
+    """Trains a rank's chunks; see `baselines.common.training.Trainer`."""
 
     def __init__(self, engine: Any, rig: Any) -> None:
         """`engine`: the module `rank_engine`, which can only be imported after the shim."""
@@ -112,10 +112,10 @@ class Trainer:
         with meter:
             self.losses = self.engine.run_step(self.rig, self.batches)
         if self.rig.device.type == "cuda":
-            torch._dynamo.reset()  # torch would never compile functions that it met under the meter
+            torch._dynamo.reset()  # else torch would not compile functions that ran under the meter
 
     def loss(self) -> float:
-        """The mean loss, computed from the last stage's sum on one tensor-parallel rank."""
+        """The mean loss, from the sums of the last stage's ranks with tensor-parallel rank 0."""
         own = sum(float(one["loss"]) for one in self.losses) if self.rig.place.tp == 0 else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)

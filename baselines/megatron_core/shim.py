@@ -2,26 +2,26 @@
 the parts.
 
 A run with any part is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
-TransformerEngine only *te* is installed ("megatron-core without TransformerEngine").  No part
-changes arithmetic: the parts redirect devices, generators, streams and type names, and stand in for
-names that only TransformerEngine defines.
+TransformerEngine only *te* is installed ("megatron-core without TransformerEngine"). No part
+changes arithmetic: the parts redirect devices, generators, streams and type names, and define names
+that only TransformerEngine has.
 
 | part | what it redirects |
 |---|---|
 | dev | device="cuda", .cuda(), torch.cuda.current_device, pin_memory |
-| rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state at all) |
+| rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state) |
 | stream | streams, events and ranges -> synchronous no-ops |
 | type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
-| compile | torch.compile -> eager, so that nothing is compiled; only the bytes of results count, as
-with the one kernel that torch.compile makes on a GPU |
+| compile | torch.compile -> eager; only the bytes of a function's results count, because on a GPU
+torch.compile makes one kernel of the function |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
 | norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
 | flash | traced, with dropout: scaled_dot_product_attention -> the same without dropout, because a
-CPU takes attention with dropout apart; CUDA's kernel saves no mask either (two integers of its
-generator's state) |
+CPU computes attention with dropout by several operators; CUDA's kernel saves no mask (only two
+integers of its generator's state) |
 | settle | collectives return when gloo's threads have released their tensors, so that bytes are
 exact |
-| te | names that only TransformerEngine defines and that Megatron-core uses without a test |
+| te | names that only TransformerEngine has and that Megatron-core uses unconditionally |
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class CpuDevice(TorchFunctionMode):
-    """Factories of CUDA tensors or pinned memory make plain CPU tensors."""
+    """Makes functions that create CUDA tensors or pinned memory create plain CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -96,7 +96,7 @@ def _rng(real: bool) -> None:
 
 
 class _Stream:
-    """A stream, or an event, on which all work is done already."""
+    """A stream or an event, whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -170,19 +170,19 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Define names that Megatron-core 0.16 uses without a test of HAVE_TE."""
+    """Define names that Megatron-core 0.16 uses without testing HAVE_TE."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
+    if getattr(extension, "cpu_offload", None) is None:  # offloading sets its flag
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):  # the fp32 router looks it up
         moe_utils.te_general_gemm = None
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = extension.HAVE_TE  # it has stand-ins of the package's classes
+    latent.HAVE_TE = extension.HAVE_TE  # extension has stand-ins for its classes
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # it is looked up even with fp8 off
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
@@ -197,7 +197,7 @@ class _Done:
 def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*tensors: torch.Tensor, async_op: bool = False, **options: Any) -> Any:
         group: Any = options.get("group") or dist.group.WORLD
-        # A call that Megatron-core's coalescing records for later has nothing to await.
+        # There is nothing to wait for if Megatron-core only records the call, to coalesce it.
         noted = group in dist.distributed_c10d._world.pg_coalesce_state
         if noted or dist.get_backend(group) == "fake":
             return plain(*tensors, async_op=async_op, **options)
@@ -217,8 +217,8 @@ def install_missing_names() -> tuple[str, ...]:
 
 @cache
 def preload() -> None:
-    """Install the parts that must precede Megatron-core, then import Megatron-core. The import
-    hides packages of CUDA kernels, even if they are installed."""
+    """Install the parts that must precede the import of Megatron-core, then import it. Packages of
+    CUDA kernels are hidden, even if they are installed."""
     for name in ("transformer_engine", "apex"):
         sys.modules[name] = None  # type: ignore[assignment]  # this makes the import fail
     torch.compile = lambda model=None, **_: as_kernel(model) if model is not None else as_kernel  # type: ignore[assignment]

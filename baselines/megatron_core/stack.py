@@ -1,4 +1,5 @@
-"""The tensors beyond the operator table that Megatron-core 0.16.1 keeps without TransformerEngine.
+"""The tensors that Megatron-core 0.16.1 without TransformerEngine keeps in addition to the operator
+table's.
 
 Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
@@ -44,7 +45,7 @@ def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
 
 
 class _Extras:
-    """Makes the extra tensors.  The rows of `made` are a rank's tokens, in the job's precision."""
+    """Makes the extra tensors; those of `made` have a row per token, in the job's precision."""
 
     def __init__(self, policy: MegatronCore, problem: Problem) -> None:
         self.policy, self.problem, self.model = policy, problem, problem.workload.model
@@ -59,7 +60,7 @@ class _Extras:
                 row_bytes=self.s.ffn * self.e,
                 producer="mul",
                 saved_by="mul",
-                why="glu_linear_offset (0) is added to up before the product",
+                why="glu_linear_offset (0) is added to up_out before the product",
             )
 
     def rope(self) -> Iterator[Extra]:
@@ -85,7 +86,7 @@ class _Extras:
                 row_bytes=2 * (s.q_width - s.kv_width) * e,
                 producer="attention",
                 saved_by="attention",
-                why="k and v are saved once per query head (and v's view is gone)",
+                why="k and v are saved once per query head (and the view of v is freed)",
             )
         if grouped and not views:
             copied = s.q_width * (s.kv_width > self.model.head_dim)  # q is copied before k rotates
@@ -95,8 +96,8 @@ class _Extras:
                 row_bytes=(s.q_width + 2 * s.kv_width + rotated) * e,
                 producer="attention",
                 forward=True,
-                why="the projection's output, of which copies are saved: a variable until it "
-                "returns",
+                why="the projection's output, of which copies are saved: a variable keeps it until "
+                "the function returns",
             )
         if rotates and not grouped:
             yield self.made(
@@ -104,14 +105,14 @@ class _Extras:
                 producer="qkv",
                 row_bytes=(s.q_width + s.kv_width) * e,
                 saved_by="attention",
-                why="v is a view of the projection's output, so q and k before RoPE stay with it",
+                why="v is a view of the projection's output, which keeps q and k before RoPE alive",
             )
         yield from views
 
     def _views(self, *, repeated: bool) -> Iterator[Extra]:
-        """Tensors that views of the projection's output keep alive, for models without RoPE. q is a
-        view of the projection's output where a rank has one group of heads, and a copy where it has
-        more; k and v are views unless they are repeated."""
+        """Tensors that are alive because others are views of the projection's output, for models
+        without RoPE. q is a view if a rank has one group of heads, and a copy if it has more; k and
+        v are views unless they are repeated."""
         s, one = self.s, self.s.kv_width == self.model.head_dim
         merged = one and self.problem.attention != "flash" and s.micro_batch > 1  # q is copied, too
         if s.q_width != s.kv_width and one == repeated and not merged:
@@ -120,8 +121,8 @@ class _Extras:
                 row_bytes=(2 * s.kv_width if one else s.q_width) * self.e,
                 producer="qkv",
                 saved_by="attention",
-                why="views keep the projection's whole output: of it k and v, or q, are saved once "
-                "more",
+                why="views keep the projection's whole output alive, of which k and v, or q, are "
+                "saved a second time",
             )
 
     def counts(self) -> Iterator[Extra]:
@@ -133,13 +134,12 @@ class _Extras:
                 row_bytes=8 * self.model.experts.count + 4,
                 producer="router",
                 saved_by="router",
-                why="tokens of each expert, and the factor of the auxiliary loss",
+                why="numbers of tokens by expert, and the factor of the auxiliary loss",
             )
 
     def head_norms(self) -> Iterator[Extra]:
-        """1/rms of each head of queries and keys, and the projection's output. Of this output,
-        queries are kept a second time (copied for their norm), and so are values (copied by
-        attention)."""
+        """1/rms of each head of queries and keys, and the projection's output. Its queries and
+        values exist twice: the norm of queries and attention make copies."""
         if not self.model.qk_norm:
             return
         for op, width in {"q_norm": self.s.q_width, "k_norm": self.s.kv_width}.items():
@@ -156,7 +156,7 @@ class _Extras:
             row_bytes=(self.s.q_width + self.s.kv_width) * self.e,
             producer="qkv",
             saved_by="k_norm",
-            why="the norm of keys reads a view, which keeps the projection's whole output",
+            why="the norm of keys saves a view, which keeps the projection's whole output alive",
         )
 
     def norms(self) -> Iterator[Extra]:
@@ -183,12 +183,11 @@ class _Extras:
                 producer="embedding",
                 saved_by="embedding",
                 part="embedding",
-                why="ids of this rank's rows of the vocabulary, and which are not its own",
+                why="ids by this rank's rows of the vocabulary, and a mask of the other ranks' ids",
             )
 
     def adds(self) -> Iterator[Extra]:
-        """The operands of a residual addition. A bias and dropout are separate operators before
-        it."""
+        """The operands of a residual addition, after the separate operators of bias and dropout."""
         steps = self.model.proj_bias + (self.model.dropout > 0)
         for op in ("attn_add", "mlp_add") if steps else ():
             yield self.made(
@@ -197,8 +196,8 @@ class _Extras:
                 row_bytes=steps * self.model.hidden * self.e,
                 producer=op,
                 forward=True,
-                why="with its bias, and dropped: variables until the sum is made "
-                "(_bias_dropout_add)",
+                why="the operand with its bias, and after dropout: variables keep them until the "
+                "sum exists (_bias_dropout_add)",
             )
 
     def labels(self) -> Extra:
@@ -209,14 +208,14 @@ class _Extras:
             producer="loss",
             saved_by="loss",
             part="head",
-            why="labels clamped, transposed, of this rank; their rows; highest and own logits; "
-            "mask",
+            why="labels: clamped, transposed, of this rank; row numbers; the highest logit and the "
+            "label's logit; a mask",
         )
 
     def sums(self) -> Iterator[Extra]:
-        """Gradients of weights, each alive together with the buffer that it is then added to. The
-        gradient of a bias exists at the same time for qkv only: other biases are added by operators
-        of their own. Positions are added to the embedding in the same way."""
+        """Gradients of weights, each alive together with the buffer to which it is then added. The
+        gradient of a bias is alive at the same time only for qkv: other biases, and positions, are
+        added by separate operators."""
         model, problem = self.model, self.problem
         words = self.s.vocab * model.hidden
         apart = {
@@ -233,13 +232,13 @@ class _Extras:
                     row_bytes=(op.parameters - apart.get(op.name, 0)) * self.e,
                     producer=op.name,
                     part=table.part,
-                    why="added to the gradient buffer by a kernel of its own",
+                    why="a separate kernel adds it to the gradient buffer",
                 )
 
     def scattered(self) -> Iterator[Extra]:
         """Shards of input gradients under sequence parallelism. The gradient of a gathered input is
-        reduce-scattered into a tensor of its own before the weight's gradient is computed, and the
-        whole gradient stays alive meanwhile."""
+        reduce-scattered into a new tensor, and the whole gradient stays alive while the weight's
+        gradient is computed."""
         for table in (self.problem.layer(0), self.problem.head) if self.s.sp else ():
             for op in (one for one in table.ops if one.has_weight and one.gathered_bytes):
                 yield self.made(
@@ -248,7 +247,7 @@ class _Extras:
                     row_bytes=self.model.hidden * self.e,
                     producer=op.name,
                     part=table.part,
-                    why="reduce-scattered beside the weight's gradient, the whole one still there",
+                    why="alive with the weight's gradient and the whole input gradient",
                 )
 
     def tied(self) -> Iterator[Extra]:
@@ -259,13 +258,13 @@ class _Extras:
                 row_bytes=self.model.hidden * self.e,
                 producer="embedding",
                 part="embedding",
-                why="of the embedding's gradient and the output projection's, which are one weight",
+                why="the sum of the embedding's and the output projection's gradients: one weight",
             )
 
 
 def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
-    """Bytes of tensors that exist once. One buffer serves gathered inputs and the first operand of
-    the scores; ids and angles of positions are shared by all layers."""
+    """Bytes of tensors that exist once. Gathered inputs and the first operand of the scores use the
+    same buffer; all layers share the ids and angles of positions."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
@@ -279,7 +278,7 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
     if model.latent is not None:  # each layer of a rank has a table
         layers = -(-model.num_layers // problem.layout.pp)
         found["angles of RoPE (fp32)"] = 4 * model.latent.rope * s.seq_len // s.cp * layers
-    elif model.position == "rope" and not policy.offload_modules:  # else it is not metered
+    elif model.position == "rope" and not policy.offload_modules:  # else it is not measured
         each = 4 * model.head_dim * s.seq_len // s.cp
         found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # each chunk has a table
     return found
@@ -287,8 +286,8 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
 
 def _routing(policy: MegatronCore, problem: Problem) -> int:
     """Bytes per token that the dispatchers of a rank's layers keep until their next forward: the
-    fp32 probabilities by expert and the map of tokens to experts. If the module is recomputed, they
-    also keep the order of tokens, which autograd saves otherwise."""
+    fp32 probabilities by expert, the map of tokens to experts and, if the module is recomputed, the
+    order of tokens, which autograd saves otherwise."""
     model = problem.workload.model
     if model.experts is None:
         return 0

@@ -32,8 +32,7 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def traced(config: dict[str, Any], setup: Setup) -> Traced:
-    """The trace of a step for a config.json's content; NotRunnable for a config that is not
-    modelled."""
+    """The trace of a step for a config.json's content; NotRunnable if its family is not traced."""
     return Traced(
         config=config,
         setup=setup,
@@ -44,7 +43,7 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    return msgspec.json.encode(record, order="sorted") + b"\n"  # a .jsonl line is no Record
+    return msgspec.json.encode(record, order="sorted") + b"\n"  # one line of a .jsonl file
 
 
 def main(arguments: list[str]) -> int:

@@ -1,18 +1,18 @@
 """The shim: stand-ins for a GPU and for tensor values while a Transformers model is traced.
 
-| part | what it answers |
+| part | what it replaces |
 |---|---|
-| flash | SDPA: by the kernel that a GPU would choose, in place of a CPU's kernel |
-| flash_attn | flash_attention_2: by a function in place of flash_attn_func, which needs a GPU |
-| unpacked | the mask: each row is one sequence, a fact about values that fake tensors lack |
+| flash | scaled_dot_product_attention: the kernel that a GPU would choose, not a CPU's kernel |
+| flash_attn | flash_attention_2: a function in place of flash_attn_func, which needs a GPU |
+| unpacked | a test of the mask's values, which fake tensors lack: each row is one sequence |
 
-torch's scaled_dot_product_attention dispatches by device.  On an Ampere or newer GPU, in 16 bits,
-causal and without a mask, it runs a flash kernel, which saves q, k, v, the output and the
-log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel
-saves the same).  A CPU's kernel saves other layouts, and the CPU materialises scores if it has no
-kernel for a case.  So one autograd function replaces the call: it saves the tensors of the flash
-kernel, in the kernel's layouts.  On real tensors the function also computes values, by torch's own
-SDPA (the log-sum-exp stays empty, because nothing reads it).
+torch's scaled_dot_product_attention (SDPA) chooses a kernel by the device. On an Ampere or newer
+GPU, in 16 bits, causal and without a mask, it runs a flash kernel, which saves q, k, v, the output
+and the log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the
+cuDNN kernel saves the same). A CPU's kernel saves other layouts, and where a CPU has no kernel, it
+computes all scores as a tensor. So one autograd function replaces the call: it saves the tensors of
+the flash kernel, in the kernel's layouts. On real tensors the function also computes values, by
+torch's own SDPA (the log-sum-exp stays empty, because nothing reads it).
 
 A call with a mask runs another kernel; the mask has seq_len x seq_len elements.
 """
@@ -42,8 +42,7 @@ LARGEST_HEAD = 256
 
 
 class Flash(torch.autograd.Function):
-    """Causal attention of q (batch, heads, rows, head_dim) on k and v, which may have fewer
-    heads."""
+    """Causal attention of q (batch, heads, rows, head_dim); k and v may have fewer heads."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -84,7 +83,7 @@ def _summed(part: Tensor, groups: int) -> Tensor:
 
 
 def _inside(call: Callable[..., None]) -> Callable[..., None]:
-    """`call` as the inside of a kernel: storages made inside it are not counted."""
+    """A function that calls `call` without counting its storages, as if it were inside a kernel."""
     return call if Meter.counting is None else Meter.counting.without(call)
 
 
@@ -95,7 +94,7 @@ def _compute(scale: float, given: tuple[Tensor, ...], out: Tensor) -> None:
 def _compute_backward(
     scale: float, given: tuple[Tensor, ...], gradient: Tensor, into: tuple[Tensor, ...]
 ) -> None:
-    """Fill the gradients of q, k and v, each with a head for every query head."""
+    """Fill the gradients of q, k and v; all three have as many heads as q."""
     heads = given[0].shape[1]
     with torch.enable_grad():
         full = [x.detach().repeat_interleave(heads // x.shape[1], 1) for x in given]
@@ -145,8 +144,8 @@ def flash_attn_func(
     softcap: float = 0.0,
 ) -> Tensor:
     """A replacement for flash_attn_func of flash_attn 2.x, on (batch, rows, heads, head_dim). A
-    window and a soft cap save no further tensors in the kernel. Only the bytes are right; the
-    values ignore both arguments."""
+    window and a soft cap save no further tensors in the kernel. The values are wrong with either,
+    because both arguments are ignored; the bytes are right."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
@@ -179,8 +178,7 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(DispatchMode):
-    """Fail at the first tensor with two dimensions of size `rows`; no other dimension has this
-    size."""
+    """Fail at the first tensor with two dimensions of size `rows`, which no other dimension has."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -14,8 +14,8 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "loss_backward", "layers_backwar
 
 
 class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The peaks of a phase in bytes. They are the peak of activations, the peak of activations and
-    parameter gradients together, and the activations alive at the end of the phase."""
+    """The peaks of a phase in bytes: of activations, and of activations and parameter gradients
+    together. `end_bytes` are the activations alive at the end of the phase."""
 
     phase: Phase
     activation_bytes: int
@@ -35,7 +35,7 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         self._gradients: set[int] = set()
 
     def gradients(self, tensors: Iterable[Tensor]) -> None:
-        """Record that these live storages have been gradients since their allocation."""
+        """Record that these live storages are gradients, from their allocation on."""
         self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
 
     def peaks(self) -> tuple[Peak, ...]:
@@ -71,13 +71,12 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         super()._remove(key)
 
     def update_size(self, storage: torch.UntypedStorage) -> None:
-        """Always fail: Transformers never resizes a storage in a step, and this meter would miss
-        it."""
+        """Fail: Transformers resizes no storage in a step, and this meter could not count it."""
         raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
 
 
 def watch_ends(model: Any, meter: Phases) -> None:
-    """Set the phases by hooks on the output projection. `loss` starts when the projection has run,
+    """Make hooks on the output projection set the phase: `loss` starts when the projection has run,
     and `layers_backward` when the projection's input has a gradient."""
 
     def run(_: Any, args: tuple[Tensor, ...], __: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The storages that autograd keeps, by operator, in the order in which they were first kept.
 
-A kept tensor is named by three facts that are known when autograd keeps it: the module whose
-forward runs (without the layer's number), the function of Transformers that called torch, and the
-torch function that was called.
+A kept tensor is named by three things: the module whose forward runs when autograd keeps the tensor
+(without the layer's number), the function of Transformers that called torch, and the torch function
+that was called.
 """
 
 import re
@@ -23,7 +23,7 @@ LAYER = re.compile(r"(?<=layers)\.\d+")
 ROPE = "apply_rotary_pos_emb"
 CHECKPOINT = "checkpoint"
 _called: list[str] = []
-"""The torch functions that run now; the innermost is the last."""
+"""The names of the torch functions that are running; the innermost is the last."""
 
 
 class SavedTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +52,7 @@ def operator(name: str) -> Iterator[None]:
 
 
 class _Names(TorchFunctionMode):
-    """Notes which torch function runs."""
+    """Puts the name of the torch function that runs into `_called`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _called:
@@ -63,7 +63,7 @@ class _Names(TorchFunctionMode):
 
 
 class Recorder:
-    """While active, collects the storages that autograd keeps, except storages of `states`."""
+    """A context that collects the storages that autograd keeps, except storages of `states`."""
 
     def __init__(self, model: nn.Module, states: Iterable[Tensor]) -> None:
         self._states = {t.untyped_storage()._cdata for t in states}

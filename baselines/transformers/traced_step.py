@@ -1,9 +1,9 @@
 """One forward, loss and backward of a model of Transformers on tensors without values.
 
-Bytes are sizes of storages: no allocator rounding, no workspaces, no scratch inside kernels.
-Parameters and token ids are states; gradients are states from the moment when autograd makes them
-(`set_to_none`). As in Transformers' Trainer, keys and values are not cached, and the output with
-its logits is not held during the backward, unless `holds_output` is set.
+Bytes are sizes of storages, without the allocator's rounding, workspaces, and memory that a kernel
+allocates for itself. Parameters and token ids are states; gradients are states as soon as autograd
+makes them (`set_to_none`). As in Transformers' Trainer, keys and values are not cached, and the
+output with its logits is not held during the backward, unless `holds_output` is set.
 """
 
 from contextlib import ExitStack, nullcontext
@@ -63,7 +63,7 @@ class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def build(config: PreTrainedConfig, setup: Setup) -> Any:
     """The model in training mode; under fake tensors its weights take no memory."""
     made = deepcopy(config)
-    made.use_cache = False  # Transformers' Trainer sets it so
+    made.use_cache = False  # as Transformers' Trainer does
     kind = model_class(made)
     if setup.attention == "sdpa" and not kind._supports_sdpa:
         raise NotRunnable(f"{kind.__name__} of Transformers has no SDPA: eager or {FLASH}")
@@ -117,8 +117,8 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> StepTrace:
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
-    """NotRunnable if a tensor next to a flash kernel is seq_len x seq_len, in a forward or a
-    backward. The check runs two layers at a length that no other dimension has."""
+    """Raise NotRunnable if any tensor outside the flash kernel is seq_len x seq_len, in the forward
+    or the backward. The check runs two layers with a seq_len that no other dimension has."""
     small = deepcopy(config)
     small.num_hidden_layers = 2
     with ExitStack() as stack:

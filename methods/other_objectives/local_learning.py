@@ -1,13 +1,13 @@
-"""local_learning: train each block of a pipeline by a separate loss; no gradient leaves a block.
+"""local_learning: train each block of a pipeline with a separate loss; no gradient leaves a block.
 
 Claim: each block keeps the activations of one micro-batch, no gradient is sent back, and blocks
-wait only for their inputs, so a pipeline has no bubble after it is filled.
+wait only for their inputs, so a pipeline has no bubble once it is filled.
 Source: local updates (Laskin et al., arXiv 2012.03837), PPLL (arXiv 2411.12780) and synthetic
 labels (arXiv 2403.11204).
 Deviations: this is another objective, not lossless: `--methods` must name this folder, and no
-comparison and no search offers it.  Every block has a head of the model's kind, with the model's
-labels; the papers' auxiliary networks for images, and fixed random labels, have fewer parameters.
-PPLL's queues are the messages of a pipeline here, one for each micro-batch.
+comparison or search offers it. Every block has a head like the model's, with the model's labels;
+the papers use auxiliary networks for images, or fixed random labels, which have fewer parameters.
+Instead of PPLL's queues there are a pipeline's messages, one for each micro-batch.
 """
 
 from typing import ClassVar

@@ -123,12 +123,12 @@ def search(
     processes: int = 2,
 ) -> "pd.DataFrame":
     """The fastest layouts and plans of a problem, best first, with the columns of the CSV file of
-    `rematbench search`; no plan of the space is shorter than the first row's step by more than
-    the share `attrs["gap"]`.
+    `rematbench search`. No plan of the space has a step that is shorter than that of the first row
+    by more than the share `attrs["gap"]`.
 
     The search ignores the degrees of `problem`, holds those in `fixed` (tp, sp, cp, ulysses, pp,
-    vpp, micro_batch, zero_stage) and tries all values of the others.  `methods` restricts it to
-    the named methods and their compositions.
+    vpp, micro_batch, zero_stage) and tries all values of the others. `methods` restricts it to the
+    named methods and their compositions.
     """
     if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")

@@ -119,7 +119,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
     @property
     def picked(self) -> int:
-        """Rows that a token reads in one layer."""
+        """Rows of the table that a token reads in one layer."""
         return self.heads * self.top
 
     def matrix_parameters(self, hidden: int) -> int:
@@ -461,7 +461,6 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return attention + experts + (self.mlp_parameters(shared) if shared else 0)
 
     def _with_experts(self, count: int) -> int:
-        """Parameters of the model with `count` experts in each layer that has experts."""
         dense = (self.layer_groups or self.num_layers) - self.expert_layers
         layers = dense * self._layer_parameters(count, dense=True)
         if self.experts is not None:

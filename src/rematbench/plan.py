@@ -24,8 +24,8 @@ Schedule = Literal[
 ]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
-"""Schedules of 1F1B in which weight gradients are separate passes.  Value: the passes by which a
-rank's warm-up exceeds that of the next rank, and by which its weight gradients come earlier."""
+"""Schedules of 1F1B in which weight gradients are separate passes. Value: how many more passes a
+rank's warm-up has than the next rank's, and by how many its weight gradients come earlier."""
 VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
 """Schedules of 1F1B in which all stages share the vocabulary.  Value: the barriers per micro-batch
 that overlap with other passes (interlaced: passes wait for each other)."""
@@ -64,11 +64,11 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """The communication behind which recomputation is hidden: a collective of operator `op` in
-    `direction`, `layer_offset` layers before the consumer, or the pipeline's receive or send."""
+    """The communication behind which recomputation is hidden: a collective of operator `op` in the
+    backward, `layer_offset` layers before the consumer, or the pipeline's receive."""
 
     op: str
-    direction: Literal["forward", "backward", "before_recv", "before_send"]
+    direction: Literal["backward", "before_recv"]
     layer_offset: int = 0
 
 
@@ -87,6 +87,14 @@ class Recompute(Struct, frozen=True, tag="recompute"):
 
 class Offload(Struct, frozen=True, tag="offload"):
     """Copy the tensor to pinned host memory after its forward and back before its backward."""
+
+
+class Share(Struct, frozen=True, tag="share"):
+    """Keep one of `ranks` equal parts of a tensor of which tensor-parallel ranks have equal copies,
+    in the memory `home`, and gather the tensor before its backward."""
+
+    ranks: Annotated[int, Meta(ge=2)]
+    home: Literal["device", "host"] = "device"
 
 
 # Why: docs/decisions/plan.md, Is a share of bytes approximated by a share of rows?
@@ -110,17 +118,14 @@ class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
     min_bytes: NonNegativeInt = MIB
 
 
-Fate = Keep | Recompute | Offload | Split | ByteBudget
+Fate = Keep | Recompute | Offload | Share | Split | ByteBudget
 
 
 def leaves(fate: Fate) -> bool:
     """Whether a fate copies bytes to the host."""
-    match fate:
-        case Split():
-            return fate.offload > 0
-        case ByteBudget():
-            return fate.alpha > 0
-    return isinstance(fate, Offload)
+    if isinstance(fate, Split | ByteBudget):
+        return (fate.offload if isinstance(fate, Split) else fate.alpha) > 0
+    return isinstance(fate, Offload) or (isinstance(fate, Share) and fate.home == "host")
 
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,10 +252,8 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def counts(self, count: int) -> dict[Place, int]:
         """The number of parameters at each place, for a rank's share of `count` parameters."""
-        found: dict[Place, int] = {"device": 0, "host": 0, "visit": 0}
-        for piece in self.cut(count):
-            found[piece.place] += piece.count
-        return found
+        cut, places = self.cut(count), get_args(Place)
+        return {each: sum(one.count for one in cut if one.place == each) for each in places}
 
 
 class MiniSequence(Struct, frozen=True, omit_defaults=True):

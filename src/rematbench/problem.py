@@ -304,7 +304,7 @@ class Problem:
 
     @cached_property
     def prediction_rank(self) -> int | None:
-        """The pipeline rank of the layer that predicts one more token; None without one."""
+        """The pipeline rank of the layer that predicts one more token; None if there is none."""
         return prediction_rank(self.workload.model, self.layout)
 
     @property

@@ -217,10 +217,11 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
 
-    def adapted_widths(self, layer: int) -> int:
-        """The summed rows and columns of a layer's adapted linears, each expert counted.  With
-        latent attention, `q` means both query projections, `k` the down-projection of keys and
-        values, and `v` their up-projection."""
+    def adapted_widths(self, layer: int, *, active: bool = False) -> int:
+        """The summed rows and columns of a layer's adapted linears, of every expert or of those
+        that are `active` for a token; their gate and up projections are one linear.  With latent
+        attention, `q` means both query projections, `k` the down-projection of keys and values, and
+        `v` their up-projection."""
         model, experts, found = self.model, self.model.experts, 0
         sizes: dict[str, tuple[int, ...]]
         h, q, kv = model.hidden, model.q_width, model.kv_width
@@ -232,8 +233,9 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
             sizes["v"] = (latent.kv_rank + model.num_heads * (latent.nope + latent.v),)
         mlp = [(1, model.ffn)]
         if experts is not None and not model.is_dense(layer):
-            shared = experts.shared_ffn
-            mlp = [(experts.count, experts.ffn), *([(1, shared)] if shared else [])]
+            shared, number = experts.shared_ffn, experts.active if active else experts.count
+            mlp = [(number, experts.ffn), *([(1, shared)] if shared else [])]
+            found -= number * h * ({"gate", "up"} <= {*self.targets})
         for target in self.targets:
             found += sum(sizes.get(target) or [count * (h + f) for count, f in mlp])
         return found
@@ -244,9 +246,9 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.model.experts is None:
             return ""
         if self.expert_padding == "capacity":
-            return f"every expert is sent {self.capacity_factor:g} times the balanced tokens"
+            return f"every expert gets {self.capacity_factor:g} times its balanced share of tokens"
         most = f", {self.capacity_factor:g} times at most" if self.capacity_factor else ""
         if self.imbalance == 1.0:
             return f"experts balanced{most}"
-        factor = f"{self.imbalance:g} times the balanced tokens"
+        factor = f"{self.imbalance:g} times their balanced share of tokens"
         return f"experts of the worst rank receive {factor}{most}"

@@ -18,7 +18,7 @@ from rematbench.advise.search.best_first import MemoryRules, Search
 from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.queue import OpenLayout, QueueEntry
 from rematbench.advise.search.request import SearchRequest
-from rematbench.advise.search.rounds import SearchJob
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
@@ -40,8 +40,8 @@ from tests.everything import (
 def groups() -> Iterator[tuple[GroupBounds, Search]]:
     made = SearchJob(asked(seq_len=16384))
     search = made.search()
-    for bounds in search.groups:
-        yield bounds, search
+    for each in search.alike:
+        yield from ((make(), search) for make in each.makers)
 
 
 def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:
@@ -213,12 +213,21 @@ def test_bounds_are_below_every_plan(seed: int) -> None:
     assert min(tight) > 0.9
 
 
-def job(*only: str, cluster: str = "h100-80gb-dos", **others: object) -> SearchJob:
+def job(*only: str, **others: object) -> SearchJob:
     spec = Job(
-        model="gpt-1.3b", cluster=cluster, system="rematbench", seq_len=2048, gpus=2,
+        model="gpt-1.3b", cluster="h100-80gb-dos", system="rematbench", seq_len=2048, gpus=2,
         global_batch=4,
     )  # fmt: skip
     return SearchJob(SearchRequest(spec=spec.changed(**others), only=only))
+
+
+def test_without_a_host_rate_states_in_pieces_take_the_middle_of_known_rates() -> None:
+    one = {"cluster": "h100-80gb", "system": "megatron-core", "hbm_bytes": 16 * GIB}
+    made = job(f"{OURS}:visiting=0.5,share=1", "keep_all", **one).ready()
+    best, *_ = made.completed(in_one_process(made.search(), most_work=1000)[0])
+    assert OURS in best.method
+    assert best.error_band is not None
+    assert "host rate" in best.error_band.outside
 
 
 def test_states_are_searched_only_where_they_are_asked_for() -> None:

@@ -102,7 +102,8 @@ def printed_settings(flags: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, *words in (argument.split() for argument in flags.split("--") if argument):
         field = name.replace("-", "_")
-        if field.startswith(("recompute_", "fine_grained_", "offload_", "min_offloaded_")):
+        names = "recompute_", "fine_grained_", "offload_", "min_offloaded_", "distribute_"
+        if field.startswith(names):
             values = [int(word) if word.isdecimal() else word for word in words]
             found[field] = values if field.endswith("modules") else (*values, True)[0]
     return found

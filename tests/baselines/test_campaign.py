@@ -89,7 +89,9 @@ def test_what_differs_is_said_and_only_that() -> None:
     records[names[2]] = replace(one, measured=replace(one.measured, losses=losses))
     records[names[3]] = replace(records[names[3]], measured=None, status="oom", reason="full")
     assert disagreements(records) == {
-        names[2]: "loss 1.0e-04, gradient norm 5.3e-08 apart, 1e-05 allowed",
+        names[
+            2
+        ]: "differs from the executor: loss by 1.0e-04, gradient norm by 5.3e-08 (bound 1e-05)",
         names[3]: "oom: full",
     }
 

@@ -138,15 +138,7 @@ def ran(baseline: str) -> dict[str, list[Record]]:
     return {name: list(islice(records, len(jobs))) for name, jobs in asked.items()}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload_modules": ("qkv_linear", "core_attn")},
-        {"recompute": "selective", "modules": ("layernorm", "mlp")},
-        {"recompute": "full", "method": "block", "num_layers": 3},
-        {},
-    ],
-)
+@pytest.mark.parametrize("settings", TABLES["policies"])
 def test_the_arguments_of_a_policy_are_its_fields(settings: dict[str, Any]) -> None:
     policy = MegatronCore(**settings)
     assert printed_settings(policy.flags(asked_problem(ONE))) == policy.fields
@@ -168,6 +160,12 @@ def test_the_activation_is_fused_unless_an_argument_says_no(
     text = MegatronCore(bias_activation_fusion=fused).flags(asked_problem(asked))
     assert ("--no-bias" in text) == bool(word)
     assert word in text
+
+
+def test_shared_inputs_have_their_argument() -> None:
+    asked = Asked("tp2-no-sp")
+    _, answer = answered("full_recompute", {"inputs": "shared"}, "megatron_core", asked)
+    assert (answer.missing, answer.flags.split()[-1]) == ((), "--distribute-saved-activations")
 
 
 @pytest.mark.full
@@ -213,7 +211,7 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
     assert any("group" in line for line in answer.missing), "4 layers are no groups of 3"
     assert not answered("keep_all", {}, "megatron_core", Asked("pp2-vpp2"))[1].missing
     _, answer = answered("keep_all", {}, "megatron_core", Asked("pp2-vpp2-one-group"))
-    assert answer.missing == ("its own orders",)
+    assert answer.missing == ("the orders",)
 
 
 UNSAID: list[tuple[str, Asked, str]] = [

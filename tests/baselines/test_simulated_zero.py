@@ -99,11 +99,12 @@ def test_zero_2_on_four_24_gb_cards_is_tight() -> None:
 
 
 def test_the_step_copies_flat_gradients_by_sub_group() -> None:
-    """6 bytes of a rank's share beside its gradients, of a sub-group at most under ZeRO 3."""
+    """6 bytes of a rank's share beside its gradients, of a sub-group at most under ZeRO 3, on one
+    GPU too."""
 
-    def scratch(stage: int, **facts: Any) -> int:
+    def scratch(stage: int, dp: int = 4, **facts: Any) -> int:
         made = problem(
-            model=LLAMA, system="deepspeed", seq_len=16, dp=4, zero_stage=stage, global_batch=4,
+            model=LLAMA, system="deepspeed", seq_len=16, dp=dp, zero_stage=stage, global_batch=4,
             system_changes=facts,
         )  # fmt: skip
         actions = [a for a, _, _ in lower(made.base_plan, made).ranks[0].actions()]
@@ -113,6 +114,7 @@ def test_the_step_copies_flat_gradients_by_sub_group() -> None:
     assert scratch(2) == 6 * share
     assert scratch(3, sub_group_parameters=0) == 6 * share
     assert scratch(3, sub_group_parameters=10**9) == 6 * 10**9
+    assert scratch(3, dp=1, sub_group_parameters=10**9) == 6 * 10**9
     assert scratch(1) == max(0, 6 * share - 2 * (LLAMA.parameters - share))
 
 

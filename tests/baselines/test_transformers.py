@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from baselines.common.interface import NotRunnable
 from baselines.transformers.families import FAMILIES, config_of
 from baselines.transformers.saved import ROPE, SavedTensor
+from tests.tables import tables
 
 if TYPE_CHECKING:
     from baselines.transformers.traced_step import StepTrace
@@ -267,14 +268,7 @@ def test_the_command_says_in_one_line_what_it_does_not_run(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama-3-8b.eager.32768",
-        "qwen3-8b.sdpa.4096.checkpointing",
-        "gemma-2-9b.flash_attention_2.32768",
-    ],
-)
+@pytest.mark.parametrize("name", tables(__file__)["records"])
 def test_a_committed_record_is_made_again(name: str, tmp_path: Path) -> None:
     """By the command of docs/packages.md; only versions of the machine and the date may differ."""
     model, attention, length, *more = name.split(".")

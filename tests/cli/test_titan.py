@@ -9,6 +9,7 @@ from rematbench.cli.options import RunOptions, request
 from rematbench.cli.titan import titan_answer
 from rematbench.worlds.packages.flags import FlagsAnswer
 from tests.foreign.small_jobs import job
+from tests.tables import tables
 
 USUAL = {"model": "llama-3.1-8b", "cluster": "h100-80gb", "system": "torchtitan-compiled"}
 USUAL |= {"gpus": 8, "seq_len": 4096, "global_batch": 16, "micro_batch": 2, "zero_stage": 3}
@@ -20,15 +21,7 @@ def answer(method: str, settings: list[str] | None = None, **facts: Any) -> Flag
     return titan_answer(request(RunOptions(problem=problem, method=method, settings=settings)))
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "facts"),
-    [
-        ("keep_all", None, {"recipe": "fp8", "fp8_params": True}),
-        ("full_recompute", ["every=2"], {"recipe": "fp8-rows"}),
-        ("full_recompute", None, {"recipe": "mxfp8", "cluster": "b200-180gb"}),
-        ("full_recompute", None, {"tp": 2, "pp": 2, "vpp": 2, "micro_batch": 1}),
-    ],
-)
+@pytest.mark.parametrize(("method", "settings", "facts"), tables(__file__)["printed"])
 def test_printed_files_are_read_back(
     tmp_path: Path, method: str, settings: list[str] | None, facts: dict[str, Any]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.proof import check
@@ -24,10 +25,12 @@ from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
+from rematbench.worlds.records.refusals import refusals
 from tests.predicted import predicted
 from tests.problems import all_methods
 from tests.tables import tables
 
+TABLES = tables(__file__)
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
 
@@ -47,18 +50,7 @@ def saved(problem: Problem, layer: int, mask: int = 1) -> int:
     return total // tokens
 
 
-@pytest.mark.parametrize(
-    ("traced", "facts"),
-    [
-        (200_840, {}),
-        (176_486, {"lora_rank": RANK}),
-        (139_462, {"lora_rank": RANK, "lora_targets": "q,v"}),
-        (131_430, {"lora_rank": RANK, "lora_train": "b"}),
-        (274_790, {"lora_rank": RANK, "lora_dropout": 0.05}),
-        (287_302, {"lora_rank": RANK, "trained_dtype": "fp32"}),
-        (131_654, {"lora_rank": RANK, "lora_train": "b", "trained_dtype": "fp32"}),
-    ],
-)
+@pytest.mark.parametrize(("traced", "facts"), TABLES["traced"])
 def test_saved_bytes_equal_pefts_trace(traced: int, facts: dict[str, Any]) -> None:
     """PEFT on a Llama of two layers with the widths of 8B, Transformers 5.23, fake tensors: the
     mean over both layers; the input of the first one has no gradient.  A mask of torch's CPU
@@ -67,15 +59,7 @@ def test_saved_bytes_equal_pefts_trace(traced: int, facts: dict[str, Any]) -> No
     assert (saved(problem, 0, 2) + saved(problem, 1, 2)) / 2 == traced
 
 
-@pytest.mark.parametrize(
-    ("widths", "rank", "facts"),
-    [
-        (37.5, 0, {}),
-        (37.5, 14, {"lora_rank": RANK}),
-        (30.125, 4, {"lora_rank": RANK, "lora_targets": "q,v"}),
-        (28.125, 14, {"lora_rank": RANK, "lora_train": "b"}),
-    ],
-)
+@pytest.mark.parametrize(("widths", "rank", "facts"), TABLES["fused"])
 def test_a_layer_of_fused_kernels_saves_its_closed_form(
     widths: float, rank: int, facts: dict[str, Any]
 ) -> None:
@@ -178,6 +162,29 @@ def test_tensor_parallel_ranks_share_adapters(tp: int, sp: bool) -> None:
         assert check(lower(plan, problem)).reads > 0
 
 
+def test_each_expert_of_a_rank_has_its_adapters() -> None:
+    """A of h and of f columns, B of 2 f and of h rows (ms-swift, megatron/tuners/lora.py); saved
+    are the inputs and both products of every copy of a token."""
+    facts = {"cluster": "h100-80gb", "gpus": 4, "ep": 2, "lora_rank": 8, "global_batch": 4}
+    both = [
+        made("megatron-core", "qwen3-30b-a3b", lora_targets=targets, **facts)
+        for targets in ("all", "q,k,v,o")
+    ]
+    problem, (table, before) = both[0], [one.layer(1) for one in both]
+    h, experts = problem.workload.model.hidden, problem.workload.model.experts
+    assert experts is not None
+    assert table.trained_experts == 8 * 64 * (2 * h + 3 * experts.ffn)
+    assert table.trained - table.trained_experts == before.trained
+    more = 2 * table.activations["expert_in"].rows * (h + experts.ffn + 2 * 8)
+    assert table.saved_bytes - before.saved_bytes == more
+    assert "adapters of models with experts" in refusals(problem, problem.base_plan)
+    program = lower(problem.base_plan, problem)
+    check(program)
+    acts = [a for a, _, _ in program.ranks[0].actions() if a.kind is Kind.ALL_REDUCE]
+    sums = [a.exchange.comm for a in acts if a.exchange.comm and a.exchange.comm.group == "edp"]
+    assert sum(comm.nbytes for comm in sums) == 4 * table.trained_experts * 48
+
+
 def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
     problem = made(frozen_layers=2)
     assert problem.layer(1).saved_bytes == 0
@@ -189,29 +196,22 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
     assert count == model.hidden * (2 * model.num_layers + 1)
 
 
+def test_weights_that_train_beside_adapters_are_copies() -> None:
+    """PEFT keeps the frozen embedding and head too; alone they train in place."""
+    ends = {"trained_parts": "embedding,head"}
+    held = [
+        rank_parameters(given, given.base_plan, 0)
+        for given in (made(lora_rank=RANK), made(lora_rank=RANK, **ends), made(), made(**ends))
+    ]
+    assert held[1] - held[0] == 2 * 128256 * 4096
+    assert held[3] == held[2]
+
+
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"base_dtype": "nf4"}, "but all weights train"),
-        ({"dora": True}, "needs adapters"),
-        ({"lora_rank": 4, "fp32_norms": True}, "linears with fewer than 16 bits"),
-        (
-            {"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"},
-            "of exp.* 60,030,976 w",
-        ),
-        ({"lora_rank": 3, "tp": 2, "gpus": 2, "system": "megatron-core"}, "multiple of tp = 2"),
-        ({"trained_parts": "norms", "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
         ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
-        (
-            {
-                "lora_rank": 8,
-                "lora_targets": "q,k,v",
-                "model": "deepseek-v2-lite",
-                "system": "megatron-core",
-            },
-            "latent att.* 2,668,032 weights, 0.04 GiB",
-        ),
-        ({"frozen_layers": 32}, "must be below the model's 32 layers"),
+        *TABLES["refused"],
     ],
 )
 def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> None:
@@ -219,7 +219,7 @@ def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> 
         made(**facts)
 
 
-@pytest.mark.parametrize(("kind", "own", "master"), tables(__file__)["moments"])
+@pytest.mark.parametrize(("kind", "own", "master"), TABLES["moments"])
 def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     kind: str, own: int, master: int
 ) -> None:
@@ -249,7 +249,7 @@ def test_published_peaks_of_adapters(row: int) -> None:
     assert float(found["pred_peak_device_bytes"]) == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize(("column", "cell", "facts"), tables(__file__)["words"])
+@pytest.mark.parametrize(("column", "cell", "facts"), TABLES["words"])
 def test_words_of_other_sheets_on_adapters(column: str, cell: str, facts: dict[str, Any]) -> None:
     row = dict(committed("adapters.csv")[34]) | {column: cell}
     work = read_case(row, discover(())).work

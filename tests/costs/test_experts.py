@@ -227,7 +227,7 @@ def test_the_worst_rank_receives_more_tokens() -> None:
     assert sent is not None
     assert received is not None
     assert received.nbytes == 1.5 * sent.nbytes
-    assert replace(work, imbalance=1.5).balance.endswith("1.5 times the balanced tokens")
+    assert replace(work, imbalance=1.5).balance.endswith("1.5 times their balanced share of tokens")
     assert Workload(model=replace(QWEN, experts=None), seq_len=TOKENS, imbalance=2.0).balance == ""
 
 
@@ -242,7 +242,7 @@ def test_padded_experts_receive_their_capacity_and_nobody_counts(ep: int) -> Non
         for name in ("permuted", "expert_in", "expert_fc2_in"):
             assert found.activations[name].rows == rows
         assert found.op("expert_counts").reduce is None
-        assert padded.balance == f"every expert is sent {factor:g} times the balanced tokens"
+        assert padded.balance == f"every expert gets {factor:g} times its balanced share of tokens"
     plain = layer_of(work, MEGATRON, ep=ep, dp=8)
     assert (plain.op("expert_counts").reduce is None) == (ep == 1)
 

@@ -58,7 +58,8 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
                 found |= head_table(work, layout, system).activations.keys()
         for facts in ({"lora_dropout": 0.1}, {"dora": True}):
             work = Workload(model=shape, seq_len=256, lora_rank=4, **facts)
-            table = layer_table(work, layout, stacks[1], fused_attention=True, window=0)
+            last = {"fused_attention": True, "dense": shape.experts is None}
+            table = layer_table(work, layout, stacks[1], window=0, **last)
             found |= trained_table(table, work, stacks[1], Place()).activations.keys()
     for problem_of in special():
         tables = (*problem_of.layer_kinds, problem_of.embedding, problem_of.head)
@@ -86,6 +87,8 @@ def special() -> Iterator[Problem]:
             model = replace(LLAMA, **block)
             made = problem(model=model, system="megatron-core", attention=attention)
             yield remade(made, workload=replace(made.workload, **job))
-    for fused in (True, False):
-        made = problem(system="megatron-core", tp=2, system_changes={"fused_linears": fused})
+    routed = {"model": replace(LLAMA, experts=shared), "ep": 2, "etp": 1}
+    for fused, kind in product((True, False), ({}, routed)):
+        changes = {"fused_linears": fused}
+        made = problem(system="megatron-core", tp=2, system_changes=changes, **kind)
         yield remade(made, workload=replace(made.workload, lora_rank=4))

@@ -31,7 +31,7 @@ from rematbench.inputs.load import (
     load_model,
     load_system,
     names,
-    rated,
+    rated_clusters,
     shipped_balances,
 )
 from rematbench.inputs.system import with_facts
@@ -102,7 +102,7 @@ def test_a_faster_gpu_is_never_slower(
         assert after <= before * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", [cluster.name for cluster in rated()])
+@pytest.mark.parametrize("name", [cluster.name for cluster in rated_clusters()])
 def test_shipped_gpus_keep_their_measured_rates(name: str) -> None:
     cluster = load_cluster(name)
     assert (

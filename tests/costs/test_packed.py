@@ -21,6 +21,7 @@ from rematbench.problem import Problem
 from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import run_spec
 from tests.problems import LLAMA, all_methods, problem, remade
+from tests.tables import tables
 
 DEGREES: list[dict[str, Any]] = [
     {},
@@ -90,13 +91,7 @@ def test_unfused_attention_computes_the_whole_square() -> None:
     assert attention(packed(whole, 8)) == attention(whole)
 
 
-@pytest.mark.parametrize(
-    ("length", "layout", "words"),
-    [
-        (33, {}, "document_len 33 must be at most seq_len = 32"),
-        (3, {"cp": 2}, "document_len 3 must be at least 2 x cp = 4"),
-    ],
-)
+@pytest.mark.parametrize(("length", "layout", "words"), tables(__file__)["documents"])
 def test_documents_that_no_kernel_takes_are_refused(
     length: int, layout: dict[str, Any], words: str
 ) -> None:

@@ -405,10 +405,7 @@ def replayed(
     return replay(rank, (), capacity)
 
 
-@pytest.mark.parametrize(
-    ("stream", "more", "mib"),
-    [("pp_recv", "", 100), ("ep", "", 100), ("ep", "p=f", 200), ("dp", "", 200)],
-)
+@pytest.mark.parametrize(("stream", "more", "mib"), TABLES["streams"])
 def test_no_stream_takes_a_block_of_another(stream: str, more: str, mib: int) -> None:
     """Gathers, and exchanges beside another micro-batch (`p`), run on streams that code made
     current; the buffers of messages and of other collectives are compute's."""

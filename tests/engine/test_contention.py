@@ -31,6 +31,7 @@ from tests.problems import (
     rule,
     transfers,
 )
+from tests.tables import tables
 
 
 def chunked() -> tuple[Problem, Plan]:
@@ -67,16 +68,7 @@ def test_rates_in_closed_form() -> None:
     assert shared_link_bytes_per_s(20.0, 20.0, 30.0, 0.0, 9.0) == pytest.approx(10.0)  # half
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("all_gather", 80 * 7 / 8 / 4),
-        ("reduce_scatter", 80 * 7 / 8 / 4),
-        ("all_reduce", 2 * 80 * 7 / 8 / 4),
-        ("all_to_all", 80 * 4 / 8),
-        ("ring", 80 * 7 / 8),
-    ],
-)
+@pytest.mark.parametrize(("kind", "expected"), tables(__file__)["crossing"])
 def test_bytes_of_a_collective_that_cross_a_nic(kind: str, expected: float) -> None:
     """Eight ranks, four on each node, a NIC for each."""
     assert network_bytes(kind, 80.0, GroupShape(8, 4, 2), 4.0) == expected

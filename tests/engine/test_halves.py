@@ -21,6 +21,7 @@ from rematbench.solve.orders import grouped_orders
 from tests.engine.test_engine import held_to_the_ledger
 from tests.engine.twin.interpreter import interpret
 from tests.problems import BALANCED, FULL, GPT, LLAMA, half, layers, problem, transfers
+from tests.tables import tables
 from tests.worlds.torch.cases import mini
 
 COSTS = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.5, 1.5)]
@@ -198,14 +199,7 @@ def test_orders_are_written_as_they_were() -> None:
     assert same[0].step_s == same[1].step_s
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dp": 2, "zero_stage": 3}, "parameters gathered per layer"),
-        ({"dp": 2, "zero_stage": 2}, "sharded gradients"),
-        ({"system_changes": {"cuda_graphs": "layer"}}, "CUDA graphs"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), tables(__file__)["refused"])
 def test_what_is_not_lowered_beside_halves_is_named(changes: dict[str, object], words: str) -> None:
     given = problem(model=layers(4), pp=2, global_batch=8, **changes)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"for weight gradients are not lowered with {words}"):

@@ -155,7 +155,7 @@ def test_a_node_without_a_rate_keeps_the_bytes_and_gives_no_time() -> None:
     assert outcome.fitting_s == inf
     assert outcome.reason.startswith(
         "time not modelled: an optimizer in host memory on cluster h800-80gb, whose file has no "
-        "host_update_parameters_per_s (measure: "
+        "host_update_parameters_per_s (divide the parameters of "
     )
     assert outcome.evaluation.ranks[0].optimizer == 0
     assert evaluate_plan(remade(given, evaluator=evaluate), plan).status == "ok"

@@ -27,6 +27,9 @@ from rematbench.worlds.records.record import plan_hash
 from tests.engine.test_engine import held_to_the_ledger
 from tests.engine.twin.interpreter import interpret
 from tests.problems import BALANCED, FULL, GPT, LLAMA, all_methods, half, layers, problem, remade
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
 def cut(given: Problem, *slices: int, schedule: Any = "1f1b") -> Plan:
@@ -193,30 +196,19 @@ def test_rules_of_one_slice() -> None:
     assert all("%1" in text for text in moved)
 
 
-@pytest.mark.parametrize(
-    ("changes", "slices", "words"),
-    [
-        ({"cp": 2}, (16, 16), "not lowered with context parallelism"),
-        ({"attention": "unfused"}, (16, 16), "not lowered with attention scores in memory"),
-        ({"pp": 2}, (16, 8), "the slices have 24 tokens in all, but seq_len is 32"),
-        ({"tp": 2}, (15, 17), "a slice of 15 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "slices", "words"), TABLES["refused"])
 def test_what_slices_do_not_go_with_is_named(
-    changes: dict[str, Any], slices: tuple[int, ...], words: str
+    changes: dict[str, Any], slices: list[int], words: str
 ) -> None:
     given = problem(model=layers(4), global_batch=4, **changes)
     with pytest.raises(PlanError, match=words):
-        lower(replace(given.base_plan, slices=slices), given)
+        lower(replace(given.base_plan, slices=tuple(slices)), given)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("gpus", "hidden", "tp", "pp", "lengths"),
-    [(8, 2560, 1, 8, (16384, 24576, 32768)), (32, 4096, 8, 4, (32768, 65536, 131072))],
-)
+@pytest.mark.parametrize(("gpus", "hidden", "tp", "pp", "lengths"), TABLES["schedules"])
 def test_schedules_of_published_cells(
-    gpus: int, hidden: int, tp: int, pp: int, lengths: tuple[int, ...]
+    gpus: int, hidden: int, tp: int, pp: int, lengths: list[int]
 ) -> None:
     """Seq1F1B's figure of memory prints no layout; at the layout whose bytes are nearest, plain,
     interleaved and sliced schedules come in the published order, and run out of memory where they

@@ -23,6 +23,7 @@ from rematbench.problem import Problem, rank_parameters
 from tests.cost_constants import instant_hosts
 from tests.engine.test_host_states import LAYOUTS, RATE
 from tests.problems import on, problem, remade
+from tests.tables import tables
 
 MIXES: dict[str, Pieces] = {
     "host": Pieces(places=("host",)),
@@ -211,13 +212,7 @@ def test_visits_slow_the_hosts_updates_by_their_share() -> None:
 # -- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"places": ("host",), "size": 10**12}, "are larger than a rank's share of optimizer"),
-        ({"places": ("host",), "start": "ready"}, "clip must be false"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_in_one_line(changes: Any, words: str) -> None:
     given = timed("one")
     pieces = replace(sized(given, Pieces(), 6), **changes)

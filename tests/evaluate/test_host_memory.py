@@ -21,6 +21,9 @@ from rematbench.inputs.system import System, with_facts
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
 from tests.problems import LLAMA, all_methods, layers, problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 HOSTED = {"optimizer_on_host": True}
 STACKS = [
@@ -169,10 +172,7 @@ def test_parameters_leave_the_device_whole(stack: str, dp: int) -> None:
 # -- the room of a node --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gib", "other"),
-    [(64, 64 * 0.083), (512, 512 * 0.083), (744, 4.47e10 / GIB), (2048, 2048 * 0.03)],
-)
+@pytest.mark.parametrize(("gib", "other"), TABLES["processes"])
 def test_processes_and_system_take_what_was_measured(gib: int, other: float) -> None:
     """Beside an optimizer in host memory; a fixed number of bytes on nodes of every size, but a
     share of the small ones, and never less than the estimate for other jobs."""
@@ -256,13 +256,7 @@ def test_32b_with_parameters_on_the_host_lacks_host_memory() -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"system": "torchtitan"}, "system torchtitan cannot keep parameters in host memory"),
-        ({"zero_stage": 2}, "parameters in host memory need zero_stage = 3, but zero_stage = 2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), TABLES["staying"])
 def test_parameters_stay_where_the_stack_cannot_move_them(
     changes: dict[str, Any], words: str
 ) -> None:

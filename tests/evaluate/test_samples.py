@@ -19,6 +19,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.worlds.records.refusals import refusals
 from tests.predicted import predicted_of
+from tests.tables import tables
 
 
 def made(**facts: Any) -> Problem:
@@ -75,14 +76,7 @@ def test_differing_lengths_reserve_more_and_have_no_seconds() -> None:
     assert "samples of differing lengths" in refusals(made(sample_len=9), plan)
 
 
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"sample_len": 9, "document_len": 64}, "cannot be combined with document_len"),
-        ({"sample_len": 9, "seq_len": 1022}, "multiple of 4"),
-        ({"sample_spread": 9}, "sample_len above 0"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "words"), tables(__file__)["contradictions"])
 def test_contradictions_are_one_line(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         made(**facts)

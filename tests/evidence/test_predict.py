@@ -281,10 +281,7 @@ def test_a_sheet_takes_the_file_of_a_model(tmp_path: Path) -> None:
     assert "column layers: 31, but" in wrong["pred_reason"]
 
 
-@pytest.mark.parametrize(
-    ("cell", "number"),
-    [("8192", 8192), ("8,192", 8192), ("1,812.5", 1812.5), ("0.1", 0.1), ("152,064", 152064)],
-)
+@pytest.mark.parametrize(("cell", "number"), TABLES["thousands"])
 def test_thousands_are_read_one_way(cell: str, number: float) -> None:
     assert read_number(cell) == number
 

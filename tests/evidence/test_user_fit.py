@@ -251,7 +251,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     steps = [plain[0]["pred_step_s"], 1000.0 * plain[1]["pred_step_s"]]
     pairs = zip(ROWS[:2], steps, strict=True)
     write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
-    with pytest.raises(CommandError, match=r"not written: .* has a band of .* needs --force"):
+    with pytest.raises(CommandError, match=r"not written: .* has a band of .* or add --force"):
         calibrate_user_stack(mine, stack, 1)
     assert not stack.exists()
     capsys.readouterr()

@@ -27,10 +27,7 @@ def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
 
 
-@pytest.mark.parametrize(
-    ("more", "zero"),
-    [("--deepspeed_config ds_z2.json", "2"), ("--zero_stage 3", "3"), ("", None)],
-)
+@pytest.mark.parametrize(("more", "zero"), TABLES["switches"])
 def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
     (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
     line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"
@@ -157,7 +154,7 @@ def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     line += "--per_device_train_batch_size 2 --bf16 --max_length 512 --loss_type nll"
     for reshard, stage in (("true", "3"), ("false", "2")):
         made = job(tmp_path, line.format(reshard))[0]
-        assert (made.options["zero_stage"], made.options["system"]) == (stage, "torchtitan")
+        assert (made.options["zero_stage"], made.options["system"]) == (stage, "huggingface-fsdp2")
     refused = job(tmp_path, line.format("true") + " --fsdp_offload_params true")[1].refused
     assert any("offload_params" in text for text in refused)
 
@@ -331,7 +328,7 @@ def test_files_that_a_file_names_are_found_by_one_rule(
 
 
 def test_a_sourced_script_that_is_nowhere_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sources /models/m\.sh, which is not beside it"):
+    with pytest.raises(ConfigError, match=r"sources /models/m\.sh, which was not found"):
         job(tmp_path, 'source "${D}/models/m.sh"\ntorchrun train.py ${MODEL_ARGS[@]}')
     assert "models/m.sh" in "".join(job(tmp_path, f"source models/m.sh\nrun {SIZES}")[1].notes)
 

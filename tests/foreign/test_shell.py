@@ -46,5 +46,5 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_doubles_has_an_end() -> None:
-    with pytest.raises(ConfigError, match="has no end"):
+    with pytest.raises(ConfigError, match="grows without end"):
         read_script("A=aaaaaaaa\n" + "A=$A$A\n" * 60, "run.sh")

@@ -28,6 +28,17 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("options", "settings", "base", "refused"), TABLES["recomputed"])
+def test_full_recomputation_of_megatron_is_read(
+    tmp_path: Path, options: str, settings: list[str], base: str, refused: str
+) -> None:
+    made, reading = job(tmp_path, f"x.py {SIZES} --bf16 {options}")
+    assert [*made.settings] == settings
+    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
+    assert stack.get("base", made.options["system"]) == base
+    assert [refused in line for line in reading.refused] == [True] * bool(refused)
+
+
 @pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
 def test_weights_have_the_type_that_the_job_gives(
     tmp_path: Path, base: str, more: Any, wide: Any
@@ -42,6 +53,17 @@ def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: st
     for more in ("", "lora_rank: 8\nuse_peft: true\n"):
         refused = job(tmp_path, TRL + f"{more}optim: {optimizer}\n", "job.yaml")[1].refused
         assert [optimizer in line for line in refused] == ([] if more else [True])
+
+
+@pytest.mark.parametrize(("optim", "scratch"), [("adamw_torch", 4), ("adamw_torch_fused", None)])
+def test_torch_updates_all_tensors_at_once_unless_one_kernel_does(
+    tmp_path: Path, optim: str, scratch: int | None
+) -> None:
+    """The roots of second moments are as wide as the weights, which TRL holds in fp32."""
+    text = f"{TRL}optim: {optim}\n"
+    assert facts(job(tmp_path, text, "job.yaml")[0]).get("step_scratch_bytes") == scratch
+    moved = f"{text}deepspeed: {{zero_optimization: {{stage: 2}}}}\n"
+    assert "step_scratch_bytes" not in facts(job(tmp_path, moved, "job.yaml")[0])
 
 
 def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
@@ -66,10 +88,7 @@ def test_states_of_torchtitan_have_the_types_of_the_file(
     assert {key: stack.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("more", "modelled"),
-    [("", True), ("disable_loss_parallel = true", False), ("enable_loss_parallel = false", False)],
-)
+@pytest.mark.parametrize(("more", "modelled"), TABLES["logits"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_tensor_parallel_ranks_are_divided(
     tmp_path: Path, tp: int, more: str, modelled: bool
@@ -78,10 +97,7 @@ def test_logits_of_tensor_parallel_ranks_are_divided(
     assert (not job(tmp_path, text, "t.toml")[1].refused) == (modelled or tp == 1)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [("4096", 0), ("32768", 1), ("32768 --no-create-attention-mask-in-dataloader", 0)],
-)
+@pytest.mark.parametrize(("more", "named"), TABLES["masks"])
 def test_a_large_mask_of_megatrons_loader_is_named(tmp_path: Path, more: str, named: int) -> None:
     notes = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 --seq-length {more}")[1].notes
     assert sum("GiB" in note for note in notes) == named
@@ -99,6 +115,20 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
     assert stack.get("reentrant") == (expected if version == 1 else None)
     assert stack.get("waiting_frees") == (2 if version == 1 else None)
+
+
+@pytest.mark.parametrize(("line", "expected", "said"), TABLES["lines"])
+def test_a_line_gives_its_values_and_says_what_it_leaves_open(
+    tmp_path: Path, line: str, expected: dict[str, object], said: str
+) -> None:
+    """Transformers 5.23, training_args.py, takes FSDP2 and loads the checkpoint's type; 4.x took
+    FSDP1 and fp32."""
+    made, reading = job(tmp_path, line)
+    stated = facts(made) | made.options
+    assert {key: stated.get(key) for key in expected} == expected
+    left = " ".join([*reading.assumed, *reading.refused, *made.missing])
+    assert said in left
+    assert said or not reading.assumed
 
 
 @pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])

@@ -138,5 +138,5 @@ def test_groups_hold_the_facts_of_a_file(name: str) -> None:
 
 
 def test_a_key_that_no_stack_has_is_refused() -> None:
-    with pytest.raises(TypeError, match="no facts of a stack: reduce_byte"):
+    with pytest.raises(TypeError, match="unknown facts of a stack: reduce_byte"):
         with_facts(load_system("deepspeed"), reduce_byte=1)

@@ -147,13 +147,7 @@ def test_attention_in_chunks_counts_pairs_inside_them(tmp_path: Path) -> None:
     assert found == pytest.approx(12 * scout.q_width * keys)
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"num_experts_per_tok": 129}, "129 active experts of 128"),
-        ({"mlp_only_layers": [48]}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "line"), TABLES["experts"])
 def test_experts_that_no_layer_can_have(
     tmp_path: Path, changes: dict[str, Any], line: str | None
 ) -> None:

@@ -45,6 +45,8 @@ from rematbench.problem import Problem, rank_parameters
 from tests.problems import all_methods, make_problem
 from tests.tables import tables
 
+TABLES = tables(__file__)
+
 APP = command_line()
 
 
@@ -255,15 +257,7 @@ def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
         assert not unlike_shipped(dataclass_replace(problem, cluster=bigger))
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "each"),
-    [
-        ("mst-hf", 1, 16),
-        ("mst-hf-accumulated", 1, 12),
-        ("torchtitan", 1, 12),
-        ("torchtitan", 2, 16),
-    ],
-)
+@pytest.mark.parametrize(("name", "tp", "each"), TABLES["logits"])
 def test_bytes_of_a_logit_at_the_losss_backward(name: str, tp: int, each: int) -> None:
     """Held output, log-softmax, the gradients of both, and their sum where words are divided."""
     given = made(model="llama3-8b", cluster="a100-80gb", system=name, layout=Layout(tp=tp, sp=True))
@@ -388,7 +382,7 @@ def test_torchtitan_of_a_quarter_has_its_speed_and_bytes(
 
 # -- facts without a source -----------------------------------------------------------------------
 
-OWN = tables(__file__)["own"]
+OWN = TABLES["own"]
 
 
 def test_a_stack_without_a_base_says_which_facts_it_leaves_open(tmp_path: Path) -> None:
@@ -434,7 +428,7 @@ def test_sinks_need_a_kernel_that_has_them() -> None:
         made(**job | {"cluster": "a100-80gb"})
 
 
-@pytest.mark.parametrize(("system", "zero_stage", "twice"), tables(__file__)["buckets"])
+@pytest.mark.parametrize(("system", "zero_stage", "twice"), TABLES["buckets"])
 def test_buckets_of_ddp_hold_the_gradients_again(system: str, zero_stage: int, twice: bool) -> None:
     one, two = (
         made(system=system, layout=Layout(dp=dp, global_batch=dp, zero_stage=zero_stage))

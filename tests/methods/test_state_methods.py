@@ -9,7 +9,9 @@ import pytest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.evaluate.result import evaluate_method
 from rematbench.evaluate.verdict import judge
+from rematbench.evidence.bands import with_host_rates
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.state_pieces import shares
@@ -113,7 +115,7 @@ def test_a_visit_shortens_its_copy_by_the_delay_of_the_host() -> None:
     assert cost.visiting_share(two_way=False) == pytest.approx(expected)
 
 
-def test_without_a_host_rate_ours_visits_and_the_others_are_refused() -> None:
+def test_without_a_host_rate_ours_visits_and_the_others_take_the_middle_of_known_rates() -> None:
     made = given(None)
     assert made.cost.visiting_share(two_way=True) == 1.0
     plan = planned("optimizer_offload:share=1,size=500", made)
@@ -121,9 +123,12 @@ def test_without_a_host_rate_ours_visits_and_the_others_are_refused() -> None:
     assert isinstance(plan, Plan)
     assert not evaluate(made, plan).not_timed
     for name in METHODS[:3]:
-        refused = planned(name, made)
-        assert isinstance(refused, Unsupported)
-        assert "has no host_update_parameters_per_s" in refused.reason
+        untimed = evaluate_method(made, all_methods().resolve(SMALL[name]))
+        assert untimed.not_timed
+        found = with_host_rates(untimed)
+        assert found.tokens_per_s_per_gpu
+        assert found.error_band is not None
+        assert "host rate" in found.error_band.outside
 
 
 @pytest.mark.parametrize(("spec", "words"), tables(__file__)["refused"])

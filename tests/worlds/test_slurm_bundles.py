@@ -21,6 +21,7 @@ from rematbench.worlds.slurm.campaign_rows import REFERENCE_COLUMNS
 from rematbench.worlds.slurm.launch import torchrun
 from rematbench.worlds.slurm.settings import Center, load_center
 from tests.campaigns import ROOT, campaign, center_file
+from tests.tables import tables
 
 
 def test_a_new_method_moves_no_cell_of_another(tmp_path: Path) -> None:
@@ -128,14 +129,7 @@ def test_the_section_changes_no_prediction(tmp_path: Path) -> None:
     assert content_hash(load_cluster(path)) == content_hash(load_cluster("this-machine"))
 
 
-@pytest.mark.parametrize(
-    ("slurm", "words"),
-    [
-        ({"partitoin": "x"}, "did you mean 'partition'"),
-        ({"gres": "gpu:2"}, "without a count"),
-        ({"minutes": 0}, ">= 1"),
-    ],
-)
+@pytest.mark.parametrize(("slurm", "words"), tables(__file__)["wrong_section"])
 def test_a_wrong_section_is_one_line(tmp_path: Path, slurm: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=r"slurm") as error:
         load_center(center_file(tmp_path, **slurm))

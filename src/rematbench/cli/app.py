@@ -72,7 +72,7 @@ WORKFLOW = (
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
 the help mention.  Only --help-all lists them."""
 GROUP = "baseline"
-GROUP_HELP = "Real packages: list, run, predict."
+GROUP_HELP = "List, run and predict real packages."
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
     "search": "rematbench.advise.search.rounds",
@@ -142,7 +142,6 @@ def _imported(name: str) -> Any:
 
 
 def _docstring(place: str) -> str:
-    """The docstring of a command, from its file."""
     module, _, name = place.partition(".")
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))

@@ -137,11 +137,11 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     steps: Annotated[
         int, Option(min=1, help="Number of steps to check (loss, gradients, bytes).")
     ] = 2,
-    warmup: Annotated[int, Option(min=1, help="On GPUs: untimed warm-up steps.")] = 1,
+    warmup: Annotated[int, Option(min=1, help="Untimed warm-up steps (GPUs only).")] = 1,
     timed_steps: Annotated[
-        int, Option(min=0, help="On GPUs: number of timed steps.")
+        int, Option(min=0, help="Number of timed steps (GPUs only).")
     ] = TIMED_STEPS,
-    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
+    device: Annotated[Device | None, Option(help="Device (default: cuda if available).")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     rank: Rank = None,
@@ -151,8 +151,8 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
 ) -> None:
     """Execute a baseline: the real package in separate processes (gloo on a CPU, NCCL on GPUs).
 
-    Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
-    writes and prints the record.
+    Starts one process for each GPU of --gpus.  Under torchrun or srun the command is one of the
+    launcher's processes, and rank 0 writes and prints the record.
 
     \b
     Example:
@@ -172,21 +172,15 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     if launched and rank is not None:
         record = package.run_as_rank(made.problem, made.method, rank, out, **asked)
         if record is not None:
-            _finish_rank(record, rank, made.problem)
+            if rank == 0:
+                show(record, made.problem)
+            elif record.status in ("failed", "oom"):
+                typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
+            if record.status != "ok":
+                raise typer.Exit(1)
     else:
         record = package.run(made.problem, made.method, "executed", **asked)
         finish_baseline(record, out, problem=made.problem)
-
-
-def _finish_rank(record: Record, rank: int, problem: Problem) -> None:
-    """Report the record in a process that a launcher started: rank 0 prints it, other ranks print
-    only their own failure."""
-    if rank == 0:
-        show(record, problem)
-    elif record.status in ("failed", "oom"):
-        typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
-    if record.status != "ok":
-        raise typer.Exit(1)
 
 
 def finish_baseline(
@@ -233,11 +227,11 @@ def flags(
     run: RunOptions,
     baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
     whole: Annotated[
-        bool, Option("--whole", help="Also the model's arguments (megatron_core).")
+        bool, Option("--whole", help="Also print the model's arguments (megatron_core).")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the options of a baseline that equal a method's plan, or list what it cannot express.
+    """Print the options of a baseline that equal a method's plan, or list what no option expresses.
 
     megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON;
     torchtitan: its configuration as TOML, with torchao's converters.  Facts of the stack for which
@@ -293,7 +287,7 @@ def _print_flags(answer: FlagsAnswer, method: str, fits: str, lost: Costs | None
 
 
 def broken_lines(flags: str) -> str:
-    """Options with an option on each line, for a shell; a JSON object as it is."""
+    """The options, one on each line, for a shell; a JSON object stays as it is."""
     return flags if flags.startswith("{") else flags.replace(" --", " \\\n  --")
 
 

@@ -22,7 +22,7 @@ def without_recipe(run: RunOptions, method: str = "") -> Result | None:
 
 
 def beside(plain: Result, result: Result) -> str:
-    """A line on the run without its recipe (`plain`), and on what the recipe changes."""
+    """A line that compares the run (`result`) with the run without its recipe (`plain`)."""
     words = f"in {result.problem.workload.precision} without its recipe"
     before, after = plain.device_total_bytes, result.device_total_bytes
     if before is None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 from msgspec import ValidationError, convert
-from rich.console import Console
 from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
@@ -183,7 +182,10 @@ def calibrate_user_stack(
     theta, covariance = solved(data, before)
     half_width = band_of_rows(data, theta, before)
     out = console()
-    _show(out, theta, covariance)
+    table = grid("scale", "factor", "+-", title="Fitted scales (factors on seconds)")
+    for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
+        table.add_row(name, f"{math.exp(log):.3f}", percent(math.sqrt(variance)))
+    out.print(table)
     left = (
         _percents(leave_one_out_errors(data, before))
         if len(rows) > 1
@@ -193,12 +195,14 @@ def calibrate_user_stack(
         f"+-{percent(half_width)} (in the logarithm of the speed), from errors "
         f"{_learnt(rows, half_width)}"
     )
+    errors = {line: ratio_error(row, PEAK) for line, row in enumerate(rows, start=1)}
+    told = [f"row {line} {error:+.1%}" for line, error in errors.items() if error is not None]
     for line in (
         f"error before calibration: {_percents(data.errors)}",
         f"error after calibration: {_percents(data.left(theta))}",
         f"error of each row when fitted without it: {left}",
         f"80 % band of the calibrated stack: {wide}",
-        *_peaks(rows),
+        *([f"peak bytes, predicted against measured (not fitted): {', '.join(told)}"] * bool(told)),
         *(f"WARNING: {line}" for line in suspects(data, theta, before)),
     ):
         out.print(plain(line))
@@ -206,7 +210,7 @@ def calibrate_user_stack(
         if half_width > WIDEST and not force:
             raise CommandError(
                 f"{output}: not written: the calibrated stack has a band of +-{percent(half_width)}"
-                f"; above {percent(WIDEST)} that needs --force, because mistyped rows are likelier"
+                f"; above {percent(WIDEST)} check the rows for mistakes, or add --force"
             )
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(
@@ -240,13 +244,6 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     return found
 
 
-def _show(out: Console, theta: Array, covariance: Array) -> None:
-    table = grid("scale", "factor", "+-", title="Fitted scales (factors on seconds)")
-    for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
-        table.add_row(name, f"{math.exp(log):.3f}", percent(math.sqrt(variance)))
-    out.print(table)
-
-
 def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
     """The rows or stacks whose errors gave the band its half-width, in words."""
     if half_width > band_after(len(rows)):
@@ -256,13 +253,6 @@ def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
         "" if known == len(rows) else f" (the largest tried number of rows below your {len(rows)})"
     )
     return f"of published stacks after a calibration on {known} row{'s' * (known > 1)} each{more}"
-
-
-def _peaks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line with the errors of predicted peaks, if rows have a measured one."""
-    errors = {line: ratio_error(row, PEAK) for line, row in enumerate(rows, start=1)}
-    told = [f"row {line} {error:+.1%}" for line, error in errors.items() if error is not None]
-    return [f"peak bytes, predicted against measured (not fitted): {', '.join(told)}"] * bool(told)
 
 
 def _percents(errors: Sequence[float] | Array) -> str:
@@ -289,20 +279,16 @@ def stack_file(
         raise CommandError(
             f"{path}: the fitted scales are outside the range of a stack file ({error}): {scales}"
         ) from error
+    # A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
+    # which is valid from any folder.
+    shipped = found.stem in names("system") and located("system", found.stem).resolve() == found
     own: dict[str, Any] = {
         "name": output.stem,
         "version": "1",
-        "base": _named(found),
+        "base": found.stem if shipped else str(found),
         "scales": {
             "value": {**scales, "half_width": round(half_width, 4)},
             "source": f"fitted to {path.name}, {len(rows)} rows",
         },
     }
     return yaml.safe_dump(own, sort_keys=False)
-
-
-def _named(stack: Path) -> str:
-    """A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
-    which is valid from any folder."""
-    shipped = stack.stem in names("system") and located("system", stack.stem).resolve() == stack
-    return stack.stem if shipped else str(stack)

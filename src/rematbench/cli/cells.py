@@ -37,7 +37,7 @@ def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign
 def run_cells(
     suite: SUITE,
     store: STORE,
-    bundle: Annotated[str, Option(metavar="NAME", help="Bundle: METHOD.NODESxGPUS.PART.")],
+    bundle: Annotated[str, Option(metavar="NAME", help="The bundle: METHOD.NODESxGPUS.PART.")],
     output: Annotated[
         Path, Option("-o", "--output", metavar="DONE.json", help="The bundle's manifest.")
     ],
@@ -86,10 +86,10 @@ def cells(
 ) -> None:
     """Show how far a measurement has got: every cell and its state.
 
-    With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
+    With -o, each cell becomes a row of a sheet, with its status and its numbers, measured and
     simulated; only GPU runs have times.  With --again, the records of finished cells are deleted so
     that the next run executes them again, for example after a repair of the nodes, which no record
-    shows.  Beside the store, executed.csv and the manifests of their bundles are deleted too.
+    shows.  Their bundles' manifests and executed.csv, next to the store, are deleted too.
 
     \b
     Example:
@@ -101,7 +101,12 @@ def cells(
     campaign = _campaign(suite, cluster, methods)
     held = Store(store)
     if again:
-        _forget(campaign, held, store.resolve().parent, again, cell or [])
+        found = remove_records(
+            campaign, held, store.resolve().parent, statuses=again, names=cell or []
+        )
+        for name, was in found.items():
+            typer.echo(f"{name}: status was {was}; it will run again")
+        typer.echo(f"{len(found)} of {len(campaign.cells)} cells will run again")
     elif output is not None:
         rows = number_rows(campaign, held)
         write_sheet(output, rows)
@@ -113,12 +118,3 @@ def cells(
             keys = ("cell", "status", "job_id", "reason")
             table.add_row(*(plain(str(row[key])) for key in keys))
         console().print(table)
-
-
-def _forget(
-    campaign: Campaign, held: Store, results: Path, statuses: list[str], names: list[str]
-) -> None:
-    found = remove_records(campaign, held, results, statuses=statuses, names=names)
-    for name, was in found.items():
-        typer.echo(f"{name}: status was {was}; it will run again")
-    typer.echo(f"{len(found)} of {len(campaign.cells)} cells will run again")

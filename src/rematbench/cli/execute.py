@@ -39,7 +39,7 @@ def execute(  # noqa: PLR0913, PLR0917  # every option is a parameter
     against: Annotated[
         str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
     ] = "",
-    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
+    device: Annotated[Device | None, Option(help="Device (default: cuda if available).")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     json: Json = False,
@@ -51,10 +51,10 @@ def execute(  # noqa: PLR0913, PLR0917  # every option is a parameter
 ) -> None:
     """Execute a method's plan on torch: losses, gradients, and bytes against the ledger.
 
-    Starts --gpus processes (gloo on CPU, NCCL on CUDA); under torchrun or srun it is one of their
-    processes.  --seq-len defaults to 128, --global-batch to two micro-batches a stage.  CPU seconds
-    are not performance and are not reported.  Exit code 0 if the run is ok (and, with --against,
-    lossless), else 1.
+    Starts --gpus processes (gloo on CPU, NCCL on CUDA); under torchrun or srun the command is one
+    of the launcher's processes.  --seq-len defaults to 128, --global-batch to two micro-batches a
+    stage.  Seconds on a CPU are not reported, because they predict nothing.  Exit code 0 if the run
+    is ok (and, with --against, lossless), else 1.
 
     \b
     Example:

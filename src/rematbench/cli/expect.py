@@ -13,8 +13,8 @@ from rematbench.paper.tables.claims import in_short
 
 
 def expect(
-    tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
-    expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
+    tables: Annotated[Path, Argument(metavar="TABLES", help="New: results/paper/tables.")],
+    expected: Annotated[Path, Argument(metavar="EXPECTED", help="Old: results/expected.")],
     update: Annotated[
         bool, Option("--update", help="Replace the expected tables by the new ones.")
     ] = False,

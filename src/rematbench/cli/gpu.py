@@ -44,7 +44,7 @@ Parts = Annotated[
     ),
 ]
 Where = Annotated[
-    Literal["cuda", "cpu"], Option(help="Device to run on; times measured on cpu are no results.")
+    Literal["cuda", "cpu"], Option(help="Device to run on; times measured on cpu mean nothing.")
 ]
 
 

@@ -99,7 +99,7 @@ class RunOptions:
     reserve_gib: Annotated[
         float | None,
         Option(
-            min=0, metavar="G", help="GiB that tuned plans leave free (default: our peak error)."
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: our peaks' error)."
         ),
     ] = None
     methods: Annotated[
@@ -183,7 +183,7 @@ def _with_options(
     further: Iterable[inspect.Parameter],
     gathered: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """The command with further options, which it receives `gathered` as its first argument."""
+    """The command with further options. Its first argument is `gathered` of their values."""
     options = list(further)
 
     @wraps(command)
@@ -204,7 +204,7 @@ def _with_options(
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """An option; `default` is empty (of dataclasses or of inspect) where there is none."""
+    """An option as a parameter; `default` may be the empty mark of dataclasses or of inspect."""
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 
@@ -274,9 +274,12 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
     """Load names and files and derive dp; CommandError and the loaders' errors are one line each.
     With `name_broken`, stderr names the files of the user's folders that define no method."""
     require(run.problem)
-    spec = Job(**_with_stack(run.problem))
+    stage = run.problem.get("zero_stage")
+    usual = SHARDED_SYSTEM if stage == PARAMETER_STAGE else DEFAULT_SYSTEM
+    spec = Job(**{**run.problem, "system": run.problem.get("system") or usual})
     problem = _with_reserve(make_problem(spec), run.reserve_gib)
-    method = _method(run, problem)
+    found = discover(run.methods or ())
+    method = found.resolve(run.method, settings_of(run.settings), problem)
     base = problem.base_plan
     if run.partition:
         base = replace(base, partition=_partition(run.partition, problem))
@@ -293,15 +296,7 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
     return Request(job=job, method=method, text=run.method, settings=settings)
 
 
-def _with_stack(problem: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a job, with the default stack if none is named."""
-    stage = problem.get("zero_stage")
-    usual = SHARDED_SYSTEM if stage == PARAMETER_STAGE else DEFAULT_SYSTEM
-    return {**problem, "system": problem.get("system") or usual}
-
-
 def _words(options: RunOptions) -> Iterator[str]:
-    """The options of a run that are not facts of a Job, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:
@@ -324,13 +319,8 @@ def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
     return dataclasses.replace(problem, reserve_bytes=nbytes)
 
 
-def _method(options: RunOptions, problem: Problem) -> Composition:
-    found = discover(options.methods or ())
-    return found.resolve(options.method, settings_of(options.settings), problem)
-
-
 def refuse_baseline(text: str) -> None:
-    """CommandError for a baseline's policy, which the package executes and not our executor."""
+    """CommandError for a baseline's policy, because its package executes it, not our executor."""
     name = text.partition(":")[0].strip()
     if name in baselines():
         raise CommandError(

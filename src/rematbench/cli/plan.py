@@ -189,7 +189,7 @@ def _fate_table(lines: Lines) -> Table:
     )
     for (part, name, fate), count in lines.items():
         sizes = (fate.keep_bytes, fate.offload_bytes, fate.recompute_bytes)
-        scope = str(fate.scope) if fate.recompute_bytes else "-"
+        scope = str(fate.scope) if fate.recompute_bytes else "gathered" if fate.peer_bytes else "-"
         shown = (f"{size / 2**20:,.2f}" if size else "-" for size in sizes)
         table.add_row(part, name, str(count), *shown, scope)
     return table
@@ -202,7 +202,7 @@ def timeline(
 ) -> None:
     """Write one step as a timeline that ui.perfetto.dev and chrome://tracing open.
 
-    METHOD with the options of a run, or RECORD.json from `simulate -o` or `run`.
+    Give METHOD with the options of a run, or RECORD.json from `simulate -o` or `run`.
 
     \b
     Example:

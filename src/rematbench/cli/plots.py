@@ -89,7 +89,6 @@ def _stack(
 
 @contextmanager
 def _figure(path: Path, height: float) -> "Iterator[Figure]":
-    """A figure that is saved to a path."""
     from matplotlib import rc_context, rc_file  # noqa: PLC0415 (slow to load)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415

@@ -10,7 +10,7 @@ from rematbench.host.console import gib, grid
 
 
 def stages(result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> Table:
-    """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
+    """A table of the peak bytes of every pipeline rank, and of the device bytes that stay free."""
     usable = result.problem.usable_bytes
     table = grid(
         "rank (GiB)",

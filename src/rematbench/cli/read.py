@@ -85,7 +85,7 @@ def read(  # every option is a parameter
 
 
 def _named(job: FileJob) -> FileJob:
-    """The job with the method that a published word, as `selective(op)`, stands for."""
+    """The job with the method that a published word, such as `selective(op)`, stands for."""
     name, settings = recompute_method(job.method, discover([]))
     words = tuple(
         f"{key}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
@@ -107,7 +107,7 @@ def _words(job: FileJob, output: Path) -> list[str]:
 
 
 def _grouped(lines: list[str]) -> list[str]:
-    """The lines `key: reason`, those with one reason as one line."""
+    """The lines `key: reason`; lines with the same reason become one line."""
     parts = (line.partition(": ") for line in dict.fromkeys(lines))
     keys = grouped((reason or key, key) for key, _, reason in parts)
     return [
@@ -123,6 +123,7 @@ def _print(job: FileJob, reading: Reading, output: Path) -> None:
     for kind, lines in (
         ("not modelled", reading.refused),
         ("note", reading.notes),
+        ("assumes", reading.assumed),
     ):
         for line in _grouped(lines):
             typer.echo(f"{kind}: {line}")

@@ -1,5 +1,5 @@
 """Shared by the commands that run real code: the check for torch, the options of a process that a
-launcher started (its rank among theirs), and the output of a record."""
+launcher started (such as its rank), and the output of a record."""
 
 import importlib.util
 import statistics
@@ -79,7 +79,7 @@ def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
 
 
 def cell_of(asked: Request) -> Cell:
-    """The cell of a run, planned; its name is the method's."""
+    """The cell of a run, with its plan; the cell is named after the method."""
     plan = asked.method.plan(asked.problem, asked.base)
     return Cell(asked.method.name, asked.problem, asked.method, plan, asked.base)
 

@@ -37,14 +37,16 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
         list[str] | None,
         Option(
             metavar="X",
-            help="Only this method and its compositions (repeatable); optimizer_offload also tries "
-            "states on the host, with all methods or the named ones.",
+            help="Try only this method and its compositions (repeatable); optimizer_offload also "
+            "tries states on the host, with all methods or the named ones.",
         ),
     ] = None,
     methods: Methods = None,
     engine: Annotated[
         str,
-        Option(metavar="E", help="Only plans that this package can run (`ours`: our executor)."),
+        Option(
+            metavar="E", help="Search only plans that this package runs (`ours`: our executor)."
+        ),
     ] = "",
     reserve_gib: Annotated[
         float | None,
@@ -153,18 +155,14 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
     answer.table()
     answer.more(limit, processes, by_layer=by_layer)
     answer.notes(solved=limit > 0, every=notes)
-    _write(answer, output, plot)
-    if json:
-        typer.echo(answer.json())
-    if not ended:
-        raise typer.Exit(130)
-
-
-def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None:
     if output is not None:
         write_sheet(output, [as_cells(row) for row in answer.rows])
     if plot is not None:
         write_plot(answer.pictured, plot)
+    if json:
+        typer.echo(answer.json())
+    if not ended:
+        raise typer.Exit(130)
 
 
 def _refuse(find: str, speed: float, step: float, *, others: Sequence[object]) -> None:

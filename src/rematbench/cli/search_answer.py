@@ -61,10 +61,10 @@ class SearchAnswer:
         say_notes(self.out, [*lines, *filter(None, [self.not_shown])], every=every)
 
     def more(self, limit_s: int, processes: int, *, by_layer: bool = False) -> None:
-        """The last part of a search that ended: the simplest plan of the tie, what packages reach
-        alone, planners, each within `limit_s` CPU seconds (0: none), and plans tuned `by_layer`;
-        where nothing fits, the changes that would make the job fit.  After Ctrl-C, the answers so
-        far.  It does nothing without bounds, because the table then has all plans."""
+        """Print what follows the table of a search that ended: the simplest tied plan, the best
+        plans of packages alone, planners (each within `limit_s` CPU seconds; 0: none) and plans
+        tuned `by_layer`; if nothing fits, the changes that would make the job fit. After Ctrl-C,
+        keep the answers so far. Without bounds do nothing, because the table then has all plans."""
         run = partial(rounds, processes=processes)
         if not self.job.bounded:
             return
@@ -153,7 +153,7 @@ class SearchAnswer:
         ]
 
     def json(self) -> str:
-        """The answer with its proof."""
+        """The answer and its proof as JSON."""
         count, rows = len(self.results), self.rows
         answer = {
             "gap": self.at.gap if self.results and self.job.bounded else None,

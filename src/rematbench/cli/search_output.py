@@ -97,7 +97,7 @@ def where(result: Result) -> str:
 
 
 def _chosen(result: Result) -> list[str]:
-    """Words on what a run chooses beside its degrees: the optimizer's states on the host, the
+    """What a run chooses besides its degrees, in words: the optimizer's states on the host, the
     dispatcher, the CUDA graphs and the overlap of experts' exchanges."""
     chosen = result.problem.stack_choice
     words = ["optimizer on host"] if result.base.state("optimizer").home == "host" else []
@@ -127,10 +127,10 @@ def _cells(out: Console, job: SearchJob, row: dict[str, Any], result: Result) ->
 def proof_lines(
     job: SearchJob, at: Progress, results: list[Result], *, ended: bool
 ) -> Iterator[str]:
-    """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
+    """The proved gap, or why nothing fits. `ended`: False after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
-        yield "no bound covers these stages, so methods are tried on all layers and on listed ones"
+        yield "no bound covers these stages; methods are tried on all layers and on lists of layers"
         return
     if results:
         yield (
@@ -149,8 +149,8 @@ def proof_lines(
 
 
 def notes(job: SearchJob, at: Progress, results: list[Result], *, solved: bool) -> Iterator[str]:
-    """Notes on the table and on what excluded the other plans, the most important first.
-    `solved`: planners are solved."""
+    """Notes on the table and on what excluded the other plans, the most important first. `solved`:
+    whether the planners have been solved."""
     if any(item.tied for item in results):
         near, far = (percent(ratio_band(one_layout=item)) for item in (True, False))
         yield (

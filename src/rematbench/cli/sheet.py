@@ -11,7 +11,7 @@ from rematbench.cli.targets import Methods, need_file
 from rematbench.evidence.predict import predict_rows, prediction_columns
 from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.row_cases import ASSUMED
-from rematbench.evidence.published.sheets import Cell, read_cells
+from rematbench.evidence.published.sheets import read_cells
 from rematbench.foreign.logs import read_log
 from rematbench.host.console import CommandError, progress_bar, worded
 from rematbench.host.table import write_sheet
@@ -76,7 +76,10 @@ def predict(
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
-    for line in failure_lines(found):
+    missed = [(n, row) for n, row in enumerate(found, 1) if row["pred_status"] not in PREDICTED]
+    lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
+    more = len(missed) - len(lines)
+    for line in lines + ([f"and {more} more rows (see column pred_reason)"] if more else []):
         typer.echo(line)
     for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
         near = closest(name, names("model"))
@@ -86,24 +89,16 @@ def predict(
         )
 
 
-def failure_lines(rows: list[Cell]) -> list[str]:
-    """Lines that name the first NAMED rows without a prediction, with the reasons."""
-    missed = [(n, row) for n, row in enumerate(rows, 1) if row["pred_status"] not in PREDICTED]
-    lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
-    more = len(missed) - len(lines)
-    return lines + ([f"and {more} more rows (see column pred_reason)"] if more else [])
-
-
 @takes_problem
 def row(  # every option is a parameter
     run: RunOptions,
     log: Annotated[Path, Argument(metavar="LOG", help="The trainer's output.")],
     output: Annotated[Path, Option("-o", "--output", metavar="ROWS.csv")],
-    source: Annotated[str, Option(metavar="TEXT", help="Who ran it, and where to read it.")],
+    source: Annotated[str, Option(metavar="TEXT", help="Who ran the job, and where it is shown.")],
     command: Annotated[str, Option(metavar="TEXT", help="The job's command.")],
     commit: Annotated[str, Option(metavar="TEXT", help="The trainer's commit or version.")],
     gpu: Annotated[str, Option(metavar="TEXT", help="The GPU, as nvidia-smi names it.")],
-    recompute: Annotated[str, Option(metavar="TEXT", help="A method or the source's term.")] = "",
+    recompute: Annotated[str, Option(metavar="TEXT", help="A method, or the source's word.")] = "",
 ) -> None:
     """Write a trainer's log as a row of a sheet, with its card: command, commit and GPU.
 

@@ -14,7 +14,7 @@ from rematbench.host.console import CommandError, align_left, console, grid, pla
 from rematbench.host.table import GIB
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.stackfacts import Fact, chain, defaults, facts, listed
+from rematbench.inputs.stackfacts import chain, defaults, facts, listed
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
 
@@ -117,7 +117,7 @@ def systems(
         str, Argument(metavar="[NAME]", help="Stack to describe: name or YAML file.")
     ] = "",
 ) -> None:
-    """List the stacks and their differences from their base; with NAME, all facts and sources.
+    """List the stacks and their differences from their base; with NAME, show its facts and sources.
 
     \b
     Example:
@@ -134,7 +134,12 @@ def systems(
     based = f", based on {', then '.join(bases)}" if bases else ""
     out.print(plain(f"{system.name} ({system.version}){based}"), style="bold")
     out.print(plain(f"fitted constants: {entry}"))
-    out.print(_facts({**facts(name), **defaults(name)}))
+    stack = {**facts(name), **defaults(name)}
+    table = align_left(grid("fact", "value", "file", "source"), 1, 2, 3)
+    for key, fact in stack.items():
+        cells = (key, worded(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
+        table.add_row(*(plain(cell) for cell in cells))
+    out.print(table)
     for file, data in chain(name):
         if data.get("source"):
             out.print(plain(f"(*) {file}: {' '.join(str(data['source']).split())}"))
@@ -147,14 +152,6 @@ def _all() -> Table:
     for name, version, base, changed in listed():
         differences = ", ".join(f"{key} {worded(fact.value)}" for key, fact in changed.items())
         cells = (name, version, base or "-", load_system(name).kernels.attention, differences)
-        table.add_row(*(plain(cell) for cell in cells))
-    return table
-
-
-def _facts(stack: dict[str, Fact]) -> Table:
-    table = align_left(grid("fact", "value", "file", "source"), 1, 2, 3)
-    for key, fact in stack.items():
-        cells = (key, worded(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
         table.add_row(*(plain(cell) for cell in cells))
     return table
 

@@ -25,7 +25,6 @@ from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import ABOUT, about, in_words, left_free, total_is_checked, trains_in
 from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
-from rematbench.inputs.system import System
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
@@ -123,7 +122,7 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
 
 
 def _band_values(result: Result) -> dict[str, Any] | None:
-    """A band's ends in tokens/s/GPU, and what lies outside of published rows."""
+    """The ends of a band in tokens/s/GPU, and the job's properties outside of published rows."""
     if result.band is None or result.error_band is None:
         return None
     low, high = result.band
@@ -168,12 +167,14 @@ def job_notes(problem: Problem) -> list[str]:
     """Notes on a job: sizes that kernels round up, faster kernels, the stack's version and other
     versions."""
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
+    others = ", ".join(other_versions(problem.system.name))
+    more = f"; other versions: {others} (`rematbench systems NAME`)" if others else ""
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         _table_note(problem),
         f"{faster} (--attention, if the stack has it)" if faster else "",
         leaner,
-        _versions(problem.system),
+        f"stack {problem.system.name}: {problem.system.version}{more}",
     )
     return [note for note in notes if note]
 
@@ -206,13 +207,6 @@ def _packed(problem: Problem) -> str:
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
     packing = problem.workload.packing
     return f"{packing}, attention inside each{whole}" if packing else ""
-
-
-def _versions(stack: System) -> str:
-    """The stack's version, and the names of its other versions."""
-    others = ", ".join(other_versions(stack.name))
-    more = f"; other versions: {others} (`rematbench systems NAME`)" if others else ""
-    return f"stack {stack.name}: {stack.version}{more}"
 
 
 def method_line(request: Request) -> str:

@@ -18,10 +18,10 @@ def stages(
     ],
     output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
     cluster: Annotated[
-        str, Option(metavar="FILE.yaml", help="Cluster file, if it is not beside the run.")
+        str, Option(metavar="FILE.yaml", help="Cluster file, if it is not in the run's folder.")
     ] = "",
     system: Annotated[
-        str, Option(metavar="FILE.yaml", help="Stack file, if it is not beside the run.")
+        str, Option(metavar="FILE.yaml", help="Stack file, if it is not in the run's folder.")
     ] = "",
 ) -> None:
     """Show what fills the memory of each pipeline stage at its peak.

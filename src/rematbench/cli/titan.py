@@ -62,7 +62,6 @@ def _modes(layers: int, registry: Registry) -> Iterator[tuple[tuple[str, Any], S
 
 
 def _inexpressible(problem: Problem) -> Iterator[str]:
-    """The facts of a problem that no key states."""
     lay, work, system = problem.layout, problem.workload, problem.system
     facts = {
         f"stack {system.name} (keys exist for torchtitan and stacks based on it)": (

@@ -39,8 +39,8 @@ def validate(
     """Print errors of predictions by source, next to those of a constant MFU.
 
     Without --rows the published cells are predicted; exit code 1 if an error exceeds the promised
-    accuracy (`accepted`).  With --predictions only sheets whose rows are there are scored (column
-    `sheet`; runs.csv without it).
+    accuracy (`accepted`).  --predictions scores only the sheets that its rows name (in the column
+    `sheet`; without this column, runs.csv).
 
     \b
     Example:

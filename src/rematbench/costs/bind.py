@@ -1,7 +1,6 @@
 """Seconds of one problem's operators, collectives, copies and updates.
 
-Only this file and bind_kernels.py apply the pure formulas to a cluster, a stack, a layout and a
-calibration.
+Only this file and bind_kernels.py apply the pure formulas to a job's cluster, stack and layout.
 """
 
 from functools import cached_property
@@ -29,12 +28,12 @@ class CostModel(KernelCosts):
 
     @cached_property
     def nvlink_bytes_per_s(self) -> float:
-        """The rate that one GPU reaches over NVLink, per direction."""
+        """The bytes/s that one GPU reaches over NVLink, per direction."""
         return self.cluster.nvlink_bytes_per_s * self.network.nvlink_efficiency
 
     @cached_property
     def nic_bytes_per_s(self) -> float:
-        """The rate that one GPU reaches over its share of the node's NICs, per direction."""
+        """The bytes/s that one GPU reaches over its share of the node's NICs, per direction."""
         share = self.cluster.node_network_bytes_per_s / self.cluster.gpus_per_node
         return share * self.network.nic_efficiency
 
@@ -44,7 +43,7 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds that the host needs for one launch.  They grow if more ranks of a tensor-parallel
+        """Seconds that the host needs for one launch. They grow if more ranks of a tensor-parallel
         group issue at the same time on a node than its cores can serve (`host_ranks`)."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
         seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
@@ -54,7 +53,8 @@ class CostModel(KernelCosts):
         """Seconds of a collective for the worst-placed group at a pipeline stage.
 
         Group `dp` contains the ranks over which ZeRO shards states (data- and context-parallel
-        peers), group `replica` the ranks with equal shards."""
+        peers), group `replica` the ranks with equal shards.
+        """
         key = (comm, stage)
         if key not in self._comms:
             shape = self.group(comm.group, stage)
@@ -94,30 +94,29 @@ class CostModel(KernelCosts):
         return seconds * self.system.scales.communication
 
     def _exchange_bytes_per_s(self, comm: Comm) -> float:
-        """The rate of one GPU's NIC in an all-to-all.  If the dispatcher sends token by token and
-        GPUs cannot send by themselves, the host's proxy (`put_s`) limits it."""
+        """The bytes/s of one GPU's NIC in an all-to-all. If the dispatcher sends single tokens and
+        GPUs cannot send by themselves, the host's proxy limits it (`put_s` seconds per token)."""
         if not (self.cluster.put_s and self._copies_of(comm)):
             return self.nic_bytes_per_s
         token_bytes = self.workload.model.hidden * self.workload.element_bytes
         return min(self.nic_bytes_per_s, token_bytes / self.cluster.put_s)
 
     def _copies_of(self, comm: Comm) -> int:
-        """The copies of a token (one per active expert) if the dispatcher sends only one of them to
-        each node; 0 if every copy is sent by itself."""
+        """The copies of a token (one per active expert) if the dispatcher sends one of them to each
+        node, which makes the others; 0 if every copy is sent."""
         experts = self.workload.model.experts
         once = self.system.experts.dispatcher in ("deepep", "hybridep")
         return experts.active if experts and once and comm.group == "ep" else 0
 
     def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
-        """The NVLink rate that a GPU reaches in a group with `ranks_in_domain` ranks in its
-        domain."""
+        """The NVLink rate of a GPU in a group with `ranks_in_domain` ranks in its domain."""
         mesh = self.network.nvlink_mesh
         return self.nvlink_bytes_per_s * collectives.nvlink_share(
             ranks_in_domain, self.domain, mesh
         )
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
-        """How the worst-placed group of a kind is spread over NVLink domains."""
+        """The placement of the worst-placed group of a kind on NVLink domains."""
         return collectives.worst_group(
             self._placement,
             "state" if group == "dp" else group,
@@ -172,7 +171,7 @@ class CostModel(KernelCosts):
     def copy_bytes_per_s(
         self, direction: CopyDirection = "d2h", traffic: CopyTraffic = NO_TRAFFIC
     ) -> float:
-        """The rate of a copy while `traffic` runs: the lower of the GPU's share of the host link
+        """The bytes/s of a copy while `traffic` runs: the lower of the GPU's share of the host link
         and its share of the socket's DRAM rate."""
         cluster, common = self.cluster, self.common
         ranks = min(cluster.gpus_per_node, self.layout.gpus)
@@ -207,9 +206,9 @@ class CostModel(KernelCosts):
         return float(self._memory_s(parameters_per_rank * each))
 
     def quantise_s(self, weights: int) -> float:
-        """Seconds to quantise a number of weights once per step, if the rank keeps the copies.  The
-        parameters are read once, and again for each search of the largest element; all quantised
-        copies are written."""
+        """Seconds to quantise `weights` weights once per step, if the rank keeps the copies. The
+        parameters are read once, and again in each pass that looks for the largest element; all
+        quantised copies are written."""
         held = holds_copies(self.workload, self.system, self.layout.zero_stage)
         if self.recipe is None or not held:
             return 0.0
@@ -218,8 +217,8 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all except the bytes of the system and of the
-        processes.  The bytes of processes were measured with an optimizer on the host, and are
+        """Host bytes of a node that training may pin: all except those of the system and of the
+        processes. The bytes of processes were measured with an optimizer on the host, and are
         estimated without one."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
@@ -232,17 +231,16 @@ class CostModel(KernelCosts):
 
     def host_update_s(self, parameters_per_rank: int) -> float:
         """Seconds of the update of a rank's parameters on the host, without the cast of the weights
-        (`host_cast_s`).  DeepSpeed binds each rank to its GPU's share of the node's cores; if torch
-        updates tensors (`host_tensors`), the running ranks share all cores.  0 for a cluster
-        without a rate; the step is then not timed (`not_timed`)."""
+        (`host_cast_s`). DeepSpeed binds each rank to its GPU's share of the node's cores; if torch
+        updates tensors (`host_tensors`), the running ranks share all cores. 0 for a cluster without
+        a rate, whose step is not timed (`not_timed`)."""
         rate, ranks = self.cluster.host_update_parameters_per_s, self.cluster.gpus_per_node
         ranks = min(ranks, self.layout.gpus) if self.system.host.host_tensors else ranks
         return parameters_per_rank * ranks / rate if rate else 0.0
 
     def host_cast_s(self, parameters: int) -> float:
         """Seconds in which the host casts a rank's updated weights to compute precision: it reads
-        master weights and writes weights at the rank's share of the DRAM rate (0 without a
-        rate)."""
+        master weights and writes weights at the rank's share of the DRAM rate."""
         width = self.system.host.host_grad_bytes + self.system.states.param_bytes
         ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
         rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
@@ -250,9 +248,9 @@ class CostModel(KernelCosts):
 
     def visiting_share(self, *, two_way: bool) -> float:
         """The share of optimizer states in host memory that should visit the device, so that the
-        host's updates and the visits' copies end together: f* = t_cpu / (t_cpu + t_copy).  Visits
-        also delay the host, so t_copy is reduced by that delay.  `two_way`: copies up overlap with
-        copies down.  1 on a cluster without an update rate of the host."""
+        host's updates and the visits' copies end together: f* = t_cpu / (t_cpu + t_copy). Visits
+        also delay the host, so t_copy is reduced by that delay. `two_way`: copies to the device
+        overlap copies to the host. 1 on a cluster without an update rate of the host."""
         if not self.cluster.host_update_parameters_per_s:
             return 1.0
         many = 10**9  # so many that the copies' latency does not matter
@@ -266,8 +264,8 @@ class CostModel(KernelCosts):
 
     def host_update_beside_s(self, parameters: int, visiting_bytes: float) -> float:
         """Seconds of the update of a rank's parameters on the host while copies run: a share of the
-        summed seconds of update, cast and copy up, plus a share of the seconds of the visits'
-        copies (`visiting_bytes` per parameter that the host updates)."""
+        summed seconds of update, cast and copy to the device, plus a share of the seconds of the
+        visits' copies (`visiting_bytes` per parameter that the host updates)."""
         common = self.common
         alone_s = self.host_update_s(parameters) + self.host_cast_s(parameters)
         alone_s += self.copy_s(self.system.states.param_bytes * parameters, "h2d")
@@ -280,7 +278,7 @@ class CostModel(KernelCosts):
         return formulas.overlapped_s(seconds, concurrent_s, slowdown)
 
     def stall_s(self, comm: Comm, stage: int, compute_s: float = float("inf")) -> float:
-        """Seconds that a collective and `compute_s` seconds of concurrent compute cost each
+        """Seconds by which a collective and `compute_s` seconds of concurrent compute delay each
         other."""
         stall = self.overlap_factor(comm.stream) - 1.0
         return stall * min(compute_s, self.comm_s(comm, stage))
@@ -288,9 +286,10 @@ class CostModel(KernelCosts):
     def overlap_factor(self, stream: str) -> float:
         """The factor by which compute is slower while work on `stream` runs.
 
-        NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
-        transfers and copies, which run on copy engines, and if launches block, because then nothing
-        overlaps."""
+        NCCL's kernels take SMs and HBM rate from compute. The factor is 1 for point-to-point
+        transfers and copies, which run on copy engines, and if launches block, as nothing overlaps
+        then.
+        """
         if self.system.host.launch_blocking:
             return 1.0
         tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall

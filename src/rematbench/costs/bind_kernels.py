@@ -32,8 +32,8 @@ Direction = Literal["forward", "backward_input", "backward_weight"]
 
 @dataclass(kw_only=True, eq=False)
 class KernelCosts:
-    """Seconds of one rank's kernels; results are memoised.  `untimed`: why kernels cannot be timed
-    ("": they can)."""
+    """Seconds of one rank's kernels, cached. `untimed`: why they cannot be timed (empty: they
+    can)."""
 
     cluster: Cluster
     system: System
@@ -67,7 +67,7 @@ class KernelCosts:
     @cached_property
     def balance(self) -> float:
         """The GPU's FLOP per HBM byte divided by that of the nearest shipped GPU of its generation;
-        1 in the range of the shipped GPUs, on which kernels were measured."""
+        1 within the range of the shipped GPUs, because their kernels were measured."""
         own, shipped = self.cluster.flop_per_byte, shipped_balances(self.cluster.generation)
         if not shipped:
             return 1.0
@@ -90,14 +90,14 @@ class KernelCosts:
         return recipe_of(self.workload)
 
     def calls(self, op: Op, direction: Direction) -> int:
-        """The launches that the host issues for an operator in a direction; at most one if a
-        compiler fuses operators."""
+        """The number of launches that the host issues for an operator in a direction; at most one
+        if a compiler fuses operators."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds that the host needs to issue the kernels of a group after the first.  After each
+        """Seconds that the host needs to issue the kernels of a group after its first. After each
         weight gradient, autograd calls a hook that takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
@@ -118,7 +118,7 @@ class KernelCosts:
         return launches(kernel, forward=direction == "forward", dropout=dropout)
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
-        """Seconds of one kernel: busy seconds x scales + the device's gaps between kernels."""
+        """Seconds of one kernel: its busy seconds x scales + the device's gaps between kernels."""
         self.require_rates()
         key = (kernel, direction)
         if key not in self._kernels:
@@ -154,7 +154,7 @@ class KernelCosts:
         return tiles.rounded(kernel.head_dim, multiple), tiles.rounded(kernel.values, multiple)
 
     def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
-        """A lower bound, in seconds, of a GEMM (m, n, k, batch) of unfused attention: the time
+        """A lower bound of the seconds of a GEMM (m, n, k, batch) in unfused attention: the time
         without tensor cores if head dimensions are unaligned in 16 bits, otherwise 0."""
         width = self.workload.element_bytes
         half = self._rounds and width == kernel_seconds.REFERENCE_ELEMENT_BYTES
@@ -182,9 +182,9 @@ class KernelCosts:
         return ceil(narrow.bits / 8) if narrow else self.workload.element_bytes
 
     def _gemm_s(self, kernel: Gemm) -> Quantity:
-        """Busy seconds of a GEMM.  Quantised operands are read in their own width and multiplied at
-        the recipe's speed, but the prologue of a tile and the write of the result take as long as
-        in 16 bits."""
+        """Busy seconds of a GEMM. Quantised operands are read in their own width and multiplied at
+        the recipe's speed, but a tile's prologue and the write of the result take as long as in 16
+        bits."""
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         if not kernel.narrow or self.recipe is None:
             return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
@@ -197,9 +197,9 @@ class KernelCosts:
         return max(busy, self._memory_s(kernel.batch * (operands + result)))
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
-        """Busy seconds of a GEMM or of a grouped GEMM, which runs one kernel per group.  Outside
-        CUDA graphs, these kernels take at least as long as the host needs to issue them.  A grouped
-        weight gradient takes at least the time to read its operands and read and write its sums."""
+        """Busy seconds of a GEMM, or of a grouped GEMM, which runs one kernel per group. Outside
+        CUDA graphs, these kernels take at least as long as the host needs to issue them. A grouped
+        weight gradient takes at least the time to move its operands and its sums."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
@@ -245,7 +245,7 @@ class KernelCosts:
 
     @cached_property
     def _published_device(self) -> Device:
-        """The GPU with HBM at the published share of its rate (config/kernels)."""
+        """The GPU with the published share of its HBM rate (config/kernels)."""
         rates = self.calibration.kernels.generation(self.cluster.generation)
         return Device(
             peak_flop_per_s=self.peak_flop_per_s,
@@ -256,7 +256,7 @@ class KernelCosts:
 
     @cached_property
     def _device(self) -> Device:
-        """The GPU with HBM at the fitted share of its rate (config/calibration.yaml)."""
+        """The GPU with the fitted share of its HBM rate (config/calibration.yaml)."""
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
         return replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
 
@@ -319,8 +319,8 @@ class KernelCosts:
 
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
-    """The kernel for a fraction of its rows.  The rows of a weight gradient are its reduction (k);
-    attention needs all rows, so it gets a fraction of its heads."""
+    """The kernel for a fraction of its rows. A weight gradient sums over its rows (k). Attention
+    needs all rows, so it gets a fraction of its heads."""
     if rows_fraction == 1.0 or (isinstance(kernel, Elementwise) and kernel.of_weights):
         return kernel
     match kernel:

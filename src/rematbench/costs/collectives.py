@@ -27,14 +27,14 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per axis.  Axis `cp` contains the Ulysses ranks as neighbours, and axis `tp` those that
-    split the columns of matrices."""
+    """Ranks per axis. Axis `cp` also contains the Ulysses ranks, as neighbours, and axis `tp` those
+    that split the columns of matrices."""
     inner, both = layout.cp * layout.ulysses, layout.tp * layout.tp_columns
     return {"tp": both, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
 
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
-    """The distance in ranks between neighbours of a group: the product of the degrees before it in
+    """The distance in ranks between neighbours of a group: the product of degrees before it in
     `order`."""
     sizes = degrees(layout)
     return prod(sizes[name] for name in order[: order.index(group)])
@@ -46,12 +46,12 @@ def group_ranks(
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
     With Ulysses inside context parallelism, neighbours on the axis `cp` form the `ulysses` groups,
-    and the ranks at the same position in these form the `cp` groups; likewise `columns` and `tp`.
-    Data- and context-parallel peers are cut into `state` groups of neighbours, over which ZeRO
-    shards states (`Layout.state_shards`); ranks at the same position in these form `replica`
-    groups.  Experts use the same ranks of a stage: neighbours form `etp` groups, ranks at the same
+    and ranks at the same position in them form the `cp` groups. The same holds for `columns` and
+    `tp`. Data- and context-parallel peers are cut into `state` groups of neighbours, over which
+    ZeRO shards states (`Layout.state_shards`); ranks at the same position in them form `replica`
+    groups. Experts use the same ranks of a stage: neighbours form `etp` groups, ranks at the same
     position in neighbouring `etp` groups form `ep` groups, and all ranks at the same position in
-    `ep` groups are peers (Megatron-core's parallel_state.py, expert_decoder_rank_generator).  The
+    `ep` groups are peers (Megatron-core's parallel_state.py, expert_decoder_rank_generator). These
     peers are cut into `edp` groups (`Layout.expert_shards`) and `expert_replica` groups.
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
@@ -86,7 +86,7 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
 
 def _cut(rows: NDArray[np.int64], shards: int, *, replicas: bool) -> NDArray[np.int64]:
     """The groups of `shards` neighbours in each row, or (`replicas`) the groups of ranks at the
-    same position in these."""
+    same position in them."""
     cut = rows.reshape(len(rows), -1, shards)
     if replicas:
         cut = cut.transpose(0, 2, 1)
@@ -94,7 +94,7 @@ def _cut(rows: NDArray[np.int64], shards: int, *, replicas: bool) -> NDArray[np.
 
 
 EXPERT_AXES = ("edp", "ep", "etp")
-"""The groups of experts, the slowest first."""
+"""The kinds of groups of experts, from distant ranks to neighbours."""
 
 
 def _expert_ranks(
@@ -113,8 +113,8 @@ def _expert_ranks(
 def worst_group(
     layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> GroupShape:
-    """The worst-placed group: the one with the fewest ranks on a node, among groups on several
-    nodes if there are any."""
+    """The worst-placed group: the one with the fewest ranks on some node, among the groups on
+    several nodes if there are any."""
     nodes = _ranks(layout, group, stage, order) // gpus_per_node
     numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # unique per (group, node)
     places, counts = np.unique(numbers, return_counts=True)
@@ -136,7 +136,7 @@ def crosses_nodes(
 
 def nvlink_share(fewest_per_node: int, gpus_per_node: int, mesh: float) -> float:
     """The share of a GPU's NVLink that a group can use: 1 behind a switch; in a mesh of pairs only
-    the links between its members, (ranks - 1) / (GPUs - 1).
+    the links between the group's members, (ranks - 1) / (GPUs - 1).
 
     Source: NVIDIA HGX H100 and A100 4-GPU boards: no NVSwitch, 6 (4) links between each pair.
     """
@@ -150,13 +150,13 @@ def ring_bytes_per_s(
     nic_bytes_per_s: float,
     ring_nics: float,
 ) -> float:
-    """The rate of a ring: that of NVLink inside a node, otherwise that of its ranks' NICs.  The
-    arguments are reached rates, with efficiencies applied.
+    """The bytes/s of a ring: those of NVLink inside a node, otherwise those of its ranks' NICs. The
+    arguments are reached rates, after efficiencies.
 
     A ring over several nodes enters and leaves each node once per channel, through the NICs of its
-    ranks there: (fewest ranks on a node) x NIC, or fewer if NCCL does not use all NICs
-    (`ring_nics`).
-    Source: NCCL's ring channels, one NIC per GPU; `ring_nics`: config/calibration.yaml.
+    ranks there: (fewest ranks on a node) x NIC, or fewer NICs if NCCL does not use all
+    (`ring_nics`). Source: NCCL's ring channels, one NIC per GPU; `ring_nics`:
+    config/calibration.yaml.
     """
     network = min(min(fewest_per_node, ring_nics) * nic_bytes_per_s, nvlink_bytes_per_s)
     return network if nodes > 1 else nvlink_bytes_per_s
@@ -202,8 +202,8 @@ nodes (NCCL 2.18 src/graph/tuning.cc, baseLat and hwLat)."""
 
 
 def tree_s(ranks: int, nodes: int) -> float:
-    """Seconds of an all-reduce of a few numbers, which go up and down a tree of nodes, each of
-    which is a chain of its ranks.
+    """Seconds of an all-reduce of a few numbers. They go up and down a tree of nodes, and along a
+    chain of the ranks of each node.
 
     Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel; with several nodes LL's hop inside a
     node takes 1.8 times as long.
@@ -224,12 +224,12 @@ def all_to_all_s(
     common: CommonConstants,
     copies: int = 0,
 ) -> float:
-    """Seconds of an all-to-all in which each rank sends `nbytes`: bytes for ranks of its node go
-    over NVLink, and at the same time the other bytes go over the rank's NIC.
+    """Seconds of an all-to-all in which each rank sends `nbytes`. Bytes for ranks of its node go
+    over NVLink, and at the same time all other bytes go over the rank's NIC.
 
-    With `copies` > 0 a token has this many experts, and the bytes are one copy of it for each rank
-    that has some of them; a node receives one copy and forwards it over NVLink.
-    Source: NCCL's grouped send/receive (one NIC per GPU).
+    With `copies` > 0 a token has this many experts, and the bytes are one copy of the token for
+    each rank that has some of them; a node receives one copy and forwards it over NVLink. Source:
+    NCCL's grouped send/receive (one NIC per GPU).
     """
     if ranks == 1:
         return 0.0
@@ -243,9 +243,9 @@ def all_to_all_s(
 
 
 def sent_share(ranks: int, fewest_per_node: int, nodes: int, copies: int) -> float:
-    """The share of an all-to-all's bytes that leave a node.  With `copies` > 0, a token has one
-    copy for each rank with some of its experts, but sends only one to each other node with such a
-    rank.
+    """The share of an all-to-all's bytes that leave a node. With `copies` > 0, the bytes are one
+    copy of a token for each rank with some of its experts, but only one copy is sent to each other
+    node with such a rank.
 
     Source: DeepEP (deepseek-ai/DeepEP, README: forwarding from network to NVLink).
     """
@@ -281,8 +281,7 @@ def point_to_point_s(
     nic_bytes_per_s: float,
     common: CommonConstants,
 ) -> float:
-    """Seconds of one send and its receive: base + hop + bytes / link rate (one NIC between
-    nodes)."""
+    """Seconds of a send and its receive: base + hop + bytes / link rate (one NIC between nodes)."""
     hop_s = common.nccl_network_hop_s if crosses_nodes else common.nccl_nvlink_hop_s
     rate = nic_bytes_per_s if crosses_nodes else nvlink_bytes_per_s
     return common.nccl_base_s[-1] + hop_s[-1] + nbytes / rate
@@ -292,7 +291,7 @@ def network_bytes(
     kind: str, nbytes: float, shape: GroupShape, ring_nics: float, copies: int = 0
 ) -> float:
     """Bytes that the busiest GPU sends (and receives) over its NIC in a collective between nodes.
-    The bytes of a ring are shared by `ring_nics` NICs of a node; `copies`: see `all_to_all_s`."""
+    In a ring, `ring_nics` NICs of a node share the bytes; `copies`: see `all_to_all_s`."""
     ranks = shape.ranks
     match kind:
         case "all_gather" | "reduce_scatter":

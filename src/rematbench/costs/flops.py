@@ -6,14 +6,14 @@ from rematbench.inputs.shapes import packed_pairs
 from rematbench.workload import Model, Workload
 
 FORWARD_AND_BACKWARD = 3
-"""The GEMMs of a weight matrix: one in the forward, two in the backward."""
+"""The number of GEMMs per weight matrix: one in the forward, two in the backward."""
 
 
 def matrix_flop_per_token(model: Model) -> int:
     """FLOPs per token, forward and backward, of the weight matrices that a token passes, except the
-    input embedding: 6 (L P_layer + h V), with the active experts of a layer and a further h V for
-    each prediction layer.  With a narrow embedding, h are its columns, and the linears that widen
-    and narrow count too.
+    input embedding: 6 (L P_layer + h V), with only the active experts of a layer, and another h V
+    for each prediction layer. With a narrow embedding, h are its columns, and the linears that
+    widen and narrow count too.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
@@ -50,7 +50,8 @@ def _attended_flop(model: Model, keys: float) -> float:
 def _mean_keys(
     seq_len: int, document_len: int, window: int, causal: bool, chunked: bool = False
 ) -> float:
-    """Mean keys per query over the documents of a sequence; exact if there is a window."""
+    """Mean keys per query over a sequence's documents; exact with a window, else halved if
+    causal."""
     if 0 < window < document_len:
         if chunked:
             return _mean_keys(seq_len, window, 0, causal)
@@ -67,8 +68,8 @@ def model_flop_per_token(work: Workload, *, causal: bool = True) -> float:
 
 
 def frozen_flop_per_token(work: Workload) -> int:
-    """FLOPs per token that frozen weights save, minus those that adapters add.  Saved are the
-    gradients of frozen matrices, and the backward below the first layer that trains."""
+    """FLOPs per token that frozen weights save, minus those that adapters add. Frozen matrices need
+    no weight gradients, and layers below the first trained one need no backward."""
     model = work.model
     if not work.partly:
         return 0
@@ -76,8 +77,9 @@ def frozen_flop_per_token(work: Workload) -> int:
     if not (work.adapted or work.trained_parts):
         return 4 * layer * work.frozen_layers
     head = model.hidden * model.vocab * (not work.trains("head"))
-    each = work.lora_rank * work.adapted_widths(0) + 4 * work.bottleneck * model.hidden
-    adapters = (model.num_layers - work.frozen_layers) * each
+    layers = range(work.frozen_layers, model.num_layers)
+    adapters = work.lora_rank * sum(work.adapted_widths(layer, active=True) for layer in layers)
+    adapters += 4 * work.bottleneck * model.hidden * len(layers)
     return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
 
 

@@ -15,13 +15,13 @@ def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Q
 
 
 def balance_factor(share: Quantity, balance: Quantity) -> Quantity:
-    """The factor on a kernel's seconds, on a GPU whose FLOP per HBM byte is `balance` times that of
-    the measured GPU, on which the kernel reaches `share` of the peak.
+    """The factor on a kernel's seconds on a GPU whose FLOP per HBM byte are `balance` times those
+    of the measured GPU, where the kernel reaches `share` of the peak.
 
     A FLOP takes 1 / peak seconds, plus (1 / share - 1) / peak seconds in which the arithmetic waits
-    for bytes.  The first part is inverse to the GPU's FLOP/s and the second to its bytes/s, so a
-    kernel never exceeds the peak.  Source: roofline (Williams et al. 2009), with arithmetic and
-    bytes added, not overlapped.  docs/decisions/costs.md compares this law with published kernels.
+    for bytes. The first part is inverse to the GPU's FLOP/s and the second to its bytes/s, so a
+    kernel never exceeds the peak. Source: roofline (Williams et al. 2009), with arithmetic and
+    bytes added, not overlapped. docs/decisions/costs.md compares this law with published kernels.
     """
     factor: Quantity = 1.0 + (balance - 1.0) * np.maximum(0.0, 1.0 - np.asarray(share))
     return factor
@@ -72,10 +72,10 @@ DROPOUT_PASSES = 2.5
 
 
 def overlapped_s(seconds: float, concurrent_s: float, slowdown: float) -> float:
-    """Seconds of a kernel while a collective takes SMs and HBM rate from it: seconds +
-    (slowdown - 1) min(seconds, concurrent_s).
+    """Seconds of a kernel while a collective takes SMs and HBM rate from it: seconds + (slowdown -
+    1) min(seconds, concurrent_s).
 
-    Source: the effect as in Rashidi et al., ISCA 2021 (compute and communication share SMs and
+    Source: Rashidi et al., ISCA 2021, for the effect (compute and communication share SMs and
     memory rate); the factor is fitted.
     """
     return seconds + (slowdown - 1.0) * min(seconds, concurrent_s)

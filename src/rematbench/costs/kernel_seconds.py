@@ -1,6 +1,5 @@
-"""Seconds of kernels from the published rates in config/kernels.  The functions are pure and
-broadcast over NumPy arrays.  Units: FLOP, bytes, seconds.
-"""
+"""Seconds of kernels from the published rates in config/kernels. The functions are pure and
+broadcast over NumPy arrays. Units: FLOP, bytes, seconds."""
 
 from math import fsum
 
@@ -21,7 +20,7 @@ ATTENTION_TILE_ROWS = 128
 """Query rows per thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
 UNFUSED_BACKWARD_SHARE = 0.6
-"""The backward's share of a softmax's passes: three of five."""
+"""The backward's share of the passes of a softmax: three of five."""
 REFERENCE_ELEMENT_BYTES = 2
 """Bytes per element in the published rows of operators.yaml (bf16 and fp16)."""
 
@@ -36,9 +35,8 @@ def attention_share(
 ) -> Quantity:
     """The share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves), for r
     rows of each sequence, heads of all sequences, and w = heads r / (128 SMs) waves of tiles.
-    Source of the form: diagonal blocks and a block's prologue cost the same at every row length
-    (half_rows); the last, partly filled wave costs one block's time (half_waves).
-    """
+    Reason for the form: diagonal blocks and a block's prologue cost the same at every row length
+    (half_rows); the last, partly filled wave costs as much as a whole block (half_waves)."""
     waves = heads * rows / (ATTENTION_TILE_ROWS * sm_count)
     return (
         rates.efficiency * saturation(rows, rates.half_rows) * saturation(waves, rates.half_waves)
@@ -47,13 +45,13 @@ def attention_share(
 
 def backward_flop(head_dim: Quantity, v_dim: Quantity) -> Quantity:
     """FLOPs of the backward relative to the forward: three GEMMs over the columns of keys and two
-    over those of values, against one of each (Dao 2023).  2.5, or 2.6 for 192 and 128 columns."""
+    over those of values, against one over each (Dao 2023). 2.5, or 2.6 for 192 and 128 columns."""
     return (3.0 * head_dim + 2.0 * v_dim) / (head_dim + v_dim)
 
 
 def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
-    """The speed factor of a head dimension: linear in log2(head_dim) between published values,
-    constant outside."""
+    """The factor on the speed for a head dimension: linear in log2(head_dim) between published
+    values, constant outside."""
     published = sorted(rates.head_dims)
     factors = [rates.head_dims[dim] for dim in published]
     return np.interp(np.log2(head_dim), np.log2(published), factors)
@@ -71,9 +69,9 @@ def attention_s(
     v_dim: "Quantity | None" = None,
 ) -> Quantity:
     """Seconds of fused attention of `heads` heads (of all sequences), each with q_rows queries and
-    `pairs` (query, key) pairs: 4 head_dim pairs heads FLOPs, 2.5 times that backward (Dao 2023).
-    With values of other columns than keys (`v_dim`) the share of the peak is that of heads with the
-    mean of both.
+    `pairs` (query, key) pairs: 4 head_dim pairs heads FLOPs, 2.5 times as many in the backward (Dao
+    2023). If values have other columns than keys (`v_dim`), the share of the peak is that of heads
+    with the mean of the two.
 
     The row length in the saturation is twice the mean keys of a query, 2 pairs / q_rows (s for a
     causal square, twice the window for a window), and at most q_rows.
@@ -140,8 +138,8 @@ def bytes_s(
 
 
 def unfused_passes(rates: UnfusedAttention, *, backward: bool, masked: bool) -> float:
-    """Passes over the score matrix in one direction.  Published rows give the sum of both
-    directions; we divide it 2 to 3, as for a softmax (read and write; read two and write one), and
+    """Passes over the score matrix in one direction. Published rows give the sum of both
+    directions. We divide it 2 to 3, as for a softmax (read and write; read two and write one), and
     count the mask only in the forward, because the gradient of a sum moves no bytes."""
     if backward:
         return rates.passes * UNFUSED_BACKWARD_SHARE
@@ -157,6 +155,7 @@ def unfused_attention_s(
     *,
     masked: bool,
 ) -> Quantity:
-    """Seconds, forward and backward: six GEMMs (`gemms_s`), and passes over `scores` elements."""
+    """Seconds, both directions together: six GEMMs (`gemms_s`) and passes over `scores`
+    elements."""
     passes = fsum(unfused_passes(rates, backward=way, masked=masked) for way in (False, True))
     return gemms_s + passes * scores * element_bytes / hbm_bytes_per_s

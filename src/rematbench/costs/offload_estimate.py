@@ -1,4 +1,4 @@
-"""The estimate of first-stage bytes by which the artifact of ATC'24 chooses its offloaded share."""
+"""The estimate of first-stage bytes with which ATC'24's artifact chooses the offloaded share."""
 
 from msgspec import Struct
 
@@ -44,7 +44,7 @@ class PipelineOffloadEstimator(Struct, frozen=True, kw_only=True):
 def pipeline_offload_estimator(
     model: Model, layout: Layout, chunk_bytes: float
 ) -> PipelineOffloadEstimator:
-    """The estimator of a Llama-like model (gated MLP, no biases) under a layout.
+    """The estimator for a Llama-like model (gated MLP, no biases) under a layout.
 
     P(t, p) = ((L/p) (2 + 2 g/a + 3 H/h) h^2 + h V [first stage] + h V [last stage]) / t; norms and
     vocabulary padding are not counted.

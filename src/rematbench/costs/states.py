@@ -1,8 +1,8 @@
-"""Bytes of a rank's parameters, gradients and optimizer states, traffic of the optimizer step, and
-device memory outside the framework's allocator (driver, context, communicators).
+"""Bytes of a rank's parameters, gradients and optimizer states, HBM traffic of the optimizer step,
+and device memory outside the framework's allocator (driver, context, communicators).
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer over data-parallel
-(and context-parallel) ranks, stage 2 also the gradients, stage 3 also the parameters.  FSDP full
+(and context-parallel) ranks, stage 2 also the gradients, stage 3 also the parameters. FSDP full
 shard is stage 3.
 """
 
@@ -38,15 +38,16 @@ class StateBytes(Struct, frozen=True, kw_only=True):
 
 
 def shard(parameters: int, shards: int) -> int:
-    """Parameters of the fullest rank, with `parameters` sharded over `shards` ranks."""
+    """The number of parameters on the fullest rank, if `shards` ranks share `parameters`."""
     return -(-parameters // shards)
 
 
 def state_bytes(
     parameters: int, layout: Layout, system: System, shards: int | None = None
 ) -> StateBytes:
-    """Resident bytes for `parameters` of one rank (after tensor, pipeline and expert parallelism),
-    which ZeRO shards over `shards` ranks (None: the data- and context-parallel peers).
+    """Resident bytes of a rank's states for `parameters` (its own after tensor, pipeline and expert
+    parallelism), which ZeRO shards over `shards` ranks (None: the data- and context-parallel
+    peers).
 
     The temporary copies that ranks gather (ZeRO-3 layers, FSDP units) are not counted here.
     """
@@ -80,7 +81,7 @@ def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
 
 
 class HostStates(Struct, frozen=True, kw_only=True):
-    """Host bytes of one rank's states: those held throughout, with pinned blocks rounded up, and
+    """Host bytes of one rank's states: those held all the time, with pinned blocks rounded up, and
     those of a temporary copy during the update."""
 
     held: int
@@ -88,9 +89,9 @@ class HostStates(Struct, frozen=True, kw_only=True):
 
 
 def sub_groups(parts: Iterable[int], minimum: int) -> list[int]:
-    """The parameters of each sub-group on a rank whose tensors have `parts` parameters: a group
-    takes successive tensors until it has at least `minimum` (0: one group of all tensors).  Source:
-    DeepSpeed 0.19.8, stage3.py, _create_fp16_sub_groups."""
+    """The numbers of parameters of each sub-group on a rank whose tensors have `parts` parameters.
+    A group takes successive tensors until it has at least `minimum` (0: one group of all tensors).
+    Source: DeepSpeed 0.19.8, stage3.py, _create_fp16_sub_groups."""
     groups, open_group = [], 0
     for part in parts:
         open_group += part
@@ -143,11 +144,13 @@ def zero3_host_states(
 
 
 def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: System) -> int:
-    """Host bytes of a rank's optimizer states in pieces of `updated` or `visiting` parameters.
+    """Host bytes of a rank's optimizer states in pieces, which the host updates or which visit the
+    device (`updated`, `visiting`: parameters of each piece).
 
     The states of a piece that visits the device are one pinned buffer, so that a visit is one copy.
     A piece that the host updates has pageable states, the pinned gradients that the update reads,
-    and pinned weights in compute precision on their way to the device."""
+    and pinned weights in compute precision on their way to the device.
+    """
     held = sum(_block(system, system.states.optimizer_bytes * count) for count in visiting)
     for count in updated:
         held += system.states.optimizer_bytes * count
@@ -158,11 +161,11 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
 
 def tensors_host_bytes(parts: Sequence[int], system: System) -> int:
     """Host bytes of a rank that updates `parts` parameters of each of its tensors on the host: a
-    copy of the weights, pinned gradients, and pageable moments.  The copy is pinned if the device
-    has the weights in fp32 (`resident_bytes`).  Weights in 16 bits are copied into a pinned block,
-    which the next tensor uses again, and from there into pageable fp32.  Source:
-    megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py
-    (_get_sub_optimizer_param_groups, _set_sub_optimizer_grads)."""
+    copy of the weights, pinned gradients, and pageable moments. The copy is pinned if the device
+    has the weights in fp32 (`resident_bytes`). Weights in 16 bits are copied into a pinned block,
+    which the next tensor uses again, and from there into pageable fp32. Source: megatron-core
+    0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py (_get_sub_optimizer_param_groups,
+    _set_sub_optimizer_grads)."""
     width, rest = system.host.host_grad_bytes, system.states.optimizer_bytes
     pinned = 2 if system.host.resident_bytes else 1
     rest -= (pinned - 1) * width
@@ -189,7 +192,7 @@ def zero1_host_states(
 
 
 def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
-    """Host bytes of the whole gradients of a part's tensors, for the part with the most bytes."""
+    """Host bytes of whole gradients, for the part whose tensors need the most."""
     ends = np.cumsum(np.asarray(tensors, np.int64)) if tensors else np.zeros(0, np.int64)
     sizes = [_block(system, system.states.grad_bytes * count) for count in tensors]
     sums = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
@@ -209,13 +212,13 @@ def _pinned(system: System, nbytes: int) -> int:
 
 
 class Buckets(Struct, frozen=True, kw_only=True):
-    """Device bytes of the reduce buckets that a stack allocates as a whole, under ZeRO.
+    """Device bytes of the reduce buckets that a stack under ZeRO allocates whole.
 
-    `standing`: buckets that are alive throughout (ZeRO 3: one bucket; ZeRO 1 with several
-    micro-batches: from the first backward to the end of the step).  `opened`: buckets that are
-    alive from the first gradient of a backward that reduces to its end.  `copy`: the copy that a
-    reduction makes of a bucket, at most.  `part`: the rank's part of the gradients, which
-    reductions write while the summed gradients are still alive.
+    `standing`: buckets that are alive all the time (ZeRO 3: one bucket; ZeRO 1 with several
+    micro-batches: from the first backward to the end of the step). `opened`: buckets that are alive
+    in a backward that reduces, from its first gradient to its end. `copy`: the largest copy of a
+    bucket that a reduction makes. `part`: the rank's part of the gradients, which reductions write
+    while the summed gradients are still alive.
     """
 
     standing: int = 0
@@ -255,9 +258,9 @@ def optimizer_traffic_bytes(system: System, common: CommonConstants) -> float:
     """HBM bytes per parameter of clipping and one fused Adam step.
 
     Gradients are read for the norm and again for the update; master weights, moments and scratch
-    are read and written; compute parameters are written.  The stacks move `optimizer_extra_bytes`
-    more (gradient zeroing and unscaling).
-    Source: Kingma & Ba 2015 for the states; apex FusedAdam reads and writes each once.
+    are read and written; compute parameters are written. Stacks move `optimizer_extra_bytes` more
+    (gradient zeroing and unscaling). Source: Kingma & Ba 2015 for the states; apex FusedAdam reads
+    and writes each once.
     """
     own = system.states
     updated = own.optimizer_bytes + own.step_scratch_bytes
@@ -267,8 +270,8 @@ def optimizer_traffic_bytes(system: System, common: CommonConstants) -> float:
 def non_torch_bytes(
     cluster: Cluster, layout: Layout, system: System, calibration: Calibration
 ) -> int:
-    """Device bytes outside torch's allocator: the measured bytes in the cluster file, otherwise the
-    sum of driver, CUDA context and NCCL's buffers for each communicator of the layout."""
+    """Device bytes outside torch's allocator: the measured bytes in the cluster file, otherwise
+    those of the driver, the CUDA context and NCCL's buffers for each communicator of the layout."""
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     common = calibration.common
@@ -281,7 +284,7 @@ def non_torch_bytes(
 
 def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
     """Device bytes that processes may take: the device's memory minus the driver's share.
-    nvidia-smi does not count withheld bytes as used: rows that ran out of memory on an A100 of
+    nvidia-smi does not count the driver's bytes as used: rows that ran out of memory on an A100 of
     81,920 MiB show at most 81,045 (fms-acceleration @876e2ed)."""
     withheld = int(calibration.gpu_bytes(cluster.generation).withheld_bytes)
     if cluster.non_torch_bytes is not None:
@@ -291,11 +294,12 @@ def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
 
 @lru_cache(maxsize=4096)
 def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
-    """The numbers of a rank's communicators: (within an NVLink domain, over several domains).
+    """(number of a rank's communicators within an NVLink domain, number of those over several
+    domains).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
     ranks; a pipeline has one more for the embedding's gradient, and expert parallelism has its own
-    groups.  Groups with equal ranks are one communicator (with data parallelism only, torch's
+    groups. Groups with equal ranks are one communicator (with data parallelism only, torch's
     default group serves both).
     """
     sizes = {name: size for name, size in degrees(layout).items() if size > 1}

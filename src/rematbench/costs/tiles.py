@@ -1,6 +1,6 @@
 """Widths and head dimensions that matrix kernels round up, and the cost of unaligned rows.
 
-Token counts are not rounded, because each kernel's curve includes its last, partly filled wave.
+Token counts are not rounded, because each kernel's curve has the last, partly filled wave.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,10 @@ TILE_BYTES = 128
 """Bytes per row of a GEMM's tile: 64 elements of 16 bits.  Source: NVIDIA DU-09798, "Tensor Core
 Requirements" (multiples of 128 bytes are the most efficient on A100 and later)."""
 ALIGNED_BYTES = 16
-"""The alignment in bytes that tensor cores require of a 16-bit GEMM's rows: 8 elements
-(DU-09798)."""
+"""The alignment in bytes that tensor cores require of 16-bit rows: 8 elements (DU-09798)."""
 HEAD_DIM_MULTIPLE = 32
-"""The step between head dimensions that flash-attention 2 and 3 have kernels for (hdim32 to
-hdim256), and the k-step of 16-bit GEMM kernels.  Other dimensions are padded to the next step."""
+"""The step between the head dimensions for which flash-attention 2 and 3 have kernels (hdim32 to
+hdim256), and the k-step of 16-bit GEMM kernels. Other dimensions are padded to the next step."""
 UNALIGNED_SHARE = 12.21e12 * 160 / 140 / 312e12
 """The share of the dense 16-bit peak that batched GEMMs reach without tensor cores, if their rows
 are not aligned: 140 bf16 columns at 12.21 TFLOP/s on A100, counted as the 160 to which the kernel
@@ -34,8 +33,8 @@ def rounded(width: int, multiple: int) -> int:
 
 
 def tiled(kernel: Gemm, element_bytes: int, *, weight_gradient: bool) -> Gemm:
-    """The GEMM with its widths rounded up to whole tiles: n and k, or m and n of a weight gradient,
-    whose k is the number of tokens."""
+    """The GEMM with its widths rounded up to whole tiles: n and k, but m and n for a weight
+    gradient, whose k is the number of tokens."""
     multiple = TILE_BYTES // element_bytes
     n = rounded(kernel.n, multiple)
     if weight_gradient:
@@ -52,7 +51,7 @@ def is_aligned(head_dim: int, element_bytes: int) -> bool:
 def untiled(
     work: Workload, layout: Layout, system: System, *, fused_attention: bool
 ) -> tuple[str, ...]:
-    """A sentence for each width that kernels round up: the width on a rank, and what it costs."""
+    """A sentence for each width on a rank that kernels round up, with the cost."""
     lines = [
         *_untiled_widths(work, layout, system),
         *_untiled_head("head_dim", work.model.head_dim, work, fused_attention),

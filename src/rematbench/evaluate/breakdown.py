@@ -44,7 +44,12 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     chunk-level step."""
     seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
-    used = _streams(program)
+    used = {
+        stream
+        for block, _ in program.block_runs
+        for action, _ in block.counted()
+        for stream in (action.stream, action.exchange.overlaps)
+    }
     found = {"host": host_wait_s(seconds, program, step_s)}
     before, simulation = step_s - found["host"], None
     for name, streams in TRAFFIC.items():
@@ -110,16 +115,6 @@ def busiest(simulation: Simulation) -> tuple[float, int]:
     """Return (busy seconds, rank) of the rank whose compute stream works longest."""
     ranks = range(len(simulation.rank_end_s))
     return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
-
-
-def _streams(program: Program) -> set[str]:
-    """The streams on which a program's actions run, and the streams that they overlap."""
-    return {
-        stream
-        for block, _ in program.block_runs
-        for action, _ in block.counted()
-        for stream in (action.stream, action.exchange.overlaps)
-    }
 
 
 def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:

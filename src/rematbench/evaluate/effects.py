@@ -28,8 +28,8 @@ GRAPHED = ("none", "layer")
 
 
 def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
-    """The facts, named as in a stack's file, of which another value would change the bytes or
-    seconds of a plan; none if the plan cannot be lowered."""
+    """Those of `facts` (named as in a stack's file) for which another value would change the bytes
+    or seconds of a plan; none if the plan cannot be lowered."""
     try:
         here = [*_numbers(problem, plan)]
     except PlanError:
@@ -48,8 +48,8 @@ def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
 
 
 def _numbers(problem: Problem, plan: Plan) -> Iterator[bytes]:
-    """The numbers of a plan as JSON, in which two unknown times are equal: bytes first, because
-    they need no simulation."""
+    """Yield the numbers of a plan as JSON, in which unknown times are equal: first the bytes, which
+    need no simulation."""
     yield encode(SINGLE_EVALUATOR.lowered(problem, plan).ranks)
     found = evaluate(problem, plan)
     yield encode((found.step_s, found.reserved_bytes, found.host_node_bytes))
@@ -73,7 +73,6 @@ def _others(system: System, fact: str) -> Iterator[System]:
 
 
 def _values(fact: str, value: Any) -> list[Any]:
-    """Other values to try for a fact whose value is `value`."""
     if isinstance(value, tuple):
         return [value[::-1]]
     kind = declared(System)[fact].type

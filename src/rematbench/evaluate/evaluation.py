@@ -33,8 +33,8 @@ OTHER_HOST_RATES = {"an H100 of NeMo-RL": 6.4e8}
 """NeMo-RL pull request 3628 (2026-08): the step of Qwen3-0.6B (596 million parameters) on one H100
 takes 0.752 s, and 1.678 s with all of Megatron's optimizer on the host, its copies included."""
 HOST_RATE = (
-    "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
-    "CPU Adam's step, all ranks together; declare it in a file of your own with base:)"
+    "host_update_parameters_per_s (divide the parameters of all ranks of a node by the seconds of "
+    "their CPU Adam's step; declare the rate in a cluster file of your own with base:)"
 )
 
 
@@ -144,7 +144,7 @@ def speed(problem: Problem, step_s: float) -> Speed:
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
-    """Evaluate a plan at the chunk level, without the allocator.  Can be a problem's evaluator."""
+    """Evaluate a plan at the chunk level, without the allocator."""
     return evaluate_program(problem, plan, lower(plan, problem))
 
 
@@ -228,8 +228,8 @@ def host_rates() -> dict[str, float]:
 
 
 def rated(problem: Problem, plan: Plan) -> Problem:
-    """The problem; if the plan needs a host rate that the node lacks, with the geometric mean of
-    the slowest and the fastest measured rate."""
+    """The problem. If the plan needs a host rate that the node lacks, the node gets the geometric
+    mean of the slowest and the fastest measured rate."""
     if problem.untimed or not lacks_host_rate(problem, plan):
         return problem
     return at_host_rate(problem, sqrt(min(host_rates().values()) * max(host_rates().values())))

@@ -50,7 +50,7 @@ class Lowered:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
-        self.held: dict[int, Reserved] = {}  # `weighed` gives these, by usable bytes
+        self.held: dict[int, Reserved] = {}  # results of `weighed` by usable bytes
         self.evaluations: dict[bytes, PlanEvaluation] = {}
         self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
         self._peaks: AllocatorPeaks | None = None  # the replay may have ended early

@@ -113,7 +113,10 @@ class _RankCheck:
         for storage in action.frees:
             self._free((storage, micro_batch, chunk))
         if action.event:
-            self._record(action.event, micro_batch, chunk, clock)
+            if action.event.is_local:
+                self.local[action.event] = clock.copy()
+            else:
+                self.events[(action.event, micro_batch, chunk)] = clock.copy()
 
     def _alive(self, storage: Storage, micro_batch: int, chunk: int) -> bool:
         """Whether a storage of a (micro-batch, chunk), or of its chunk, is alive."""
@@ -125,12 +128,6 @@ class _RankCheck:
             raise CheckError(f"{self.where}: waits for '{event}', but no action records it")
         for index, value in enumerate(seen):
             clock[index] = max(clock[index], value)
-
-    def _record(self, event: Event, micro_batch: int, chunk: int, clock: VectorClock) -> None:
-        if event.is_local:
-            self.local[event] = clock.copy()
-        else:
-            self.events[(event, micro_batch, chunk)] = clock.copy()
 
     def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
         key = self.held.get((key[0], key[2]), key)

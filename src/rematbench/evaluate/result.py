@@ -49,7 +49,7 @@ ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 ALIKE = 0.0005
 """Steps that differ by a smaller share are shown as equal, because shares are printed to 0.1 %."""
 LEADING = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "ulysses", "ep", "etp")
-"""The facts of a layout with which its columns begin, in this order."""
+"""The facts of a layout whose columns come first, in this order."""
 WORDS: tuple[str, ...] = (*LEADING, "micro_batch", "global_batch")
 """The facts of a layout that every table shows."""
 
@@ -360,7 +360,7 @@ def evaluate_method(
 
 def needs_seconds(name: str, error: RateError) -> str:
     """Return why a method that plans by seconds has no plan if kernels have no rates."""
-    return f"{name}: plans by seconds; {error}"
+    return f"{name}: the method plans by seconds; {error}"
 
 
 def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
@@ -401,7 +401,8 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
 
 
 def at_middle_rate(result: Result) -> Result:
-    """The result; if its node has no host rate, with the seconds of the problem of `rated`."""
+    """The result. If its node has no host rate, its seconds are those of the problem that `rated`
+    returns."""
     if result.plan is None or not result.not_timed:
         return result
     there = rated(result.problem, result.plan)
@@ -412,8 +413,8 @@ def at_middle_rate(result: Result) -> Result:
 
 
 def told_fragmented(result: Result) -> Result:
-    """Return the result, with another status and reason if it is out of memory only by its
-    allocator's fragmentation, or only unless experts with a capacity drop tokens."""
+    """Return the result. Its status and reason change if only the allocator's fragmentation keeps
+    the plan from fitting, or if it fits once experts with a capacity drop tokens."""
     plan, evaluation, verdict = result.plan, result.evaluation, result.verdict
     if result.status != "oom" or plan is None or evaluation is None or verdict is None:
         return result

@@ -44,7 +44,7 @@ class _Uses:
         return late
 
     def late(self, clock: VectorClock, *, write: bool) -> str:
-        """The name of a stream whose earlier, conflicting use may still run; "": no stream."""
+        """The stream on which an earlier, conflicting use may still run; empty if none."""
         earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
         return next((STREAMS[other] for other, at in earlier if clock[other] < at), "")
 
@@ -109,8 +109,9 @@ class _Pieces:
         return None
 
     def missing(self, clock: VectorClock) -> str:
-        """A piece that is never updated, or for whose update compute has not waited by its last
-        `clock`, in words; empty if there is none."""
+        """Why a step may not end, in words (empty if it may): a stream may still update a piece, a
+        piece was never updated, or its weights are not back on the device. `clock`: the last of
+        compute."""
         for piece, uses in (*self.gradients.items(), *self.weights.items()):
             if late := uses.late(clock, write=True):
                 return f"the step ends while {late} may still update {piece}"

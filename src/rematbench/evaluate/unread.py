@@ -21,8 +21,8 @@ _answers: dict[bytes, list[str]] = {}
 
 
 def unread_facts(problem: Problem) -> dict[str, str]:
-    """The facts of the problem's stack that have no source and that change the prediction of a plan
-    that keeps all activations, each with the reason for its value."""
+    """The facts of the problem's stack without a source, each with the reason for its value. Facts
+    that do not change the prediction of a plan that keeps all activations are left out."""
     sources = problem.system.sources
     assumed = [key for key in FACTS if sources.get(key, "").startswith(ASSUMED)]
     if not assumed:
@@ -73,7 +73,7 @@ def _unread_network(problem: Problem) -> str:
         return ""
     rate = f"{cluster.node_network_bytes_per_s / 1e9:g} GB/s a node"
     asked = "give nics_per_node and nic_bytes_per_s in a file of the cluster"
-    longer = f"a step is {there_s / here_s - 1.0:.0%} longer at half of it"
+    longer = f"a step is {there_s / here_s - 1.0:.0%} longer at half this rate"
     return f"network of {rate} assumed: {longer} ({asked})" if here_s > 0 else ""
 
 

@@ -90,7 +90,7 @@ def load_accuracy() -> Accuracy:
     for group in found.groups:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
-                raise ConfigError(label, f"{group.name}: {name}", "missed without a reason")
+                raise ConfigError(label, f"{group.name}: {name}", "a missed target needs a reason")
     return found
 
 
@@ -100,7 +100,7 @@ def of_sheet(rows: Iterable[Row], sheet: Sheet) -> list[Row]:
 
 
 def members(group: Group, rows: Sequence[Row]) -> list[Row]:
-    """The scored cells of a group in its sheet."""
+    """The rows of a group's sheet that count in the group's score."""
     own = of_sheet(rows, group.sheet)
     if group.without_refused:
         own = [row for row in own if row.get("pred_status") not in ("unsupported", "failed")]
@@ -161,7 +161,7 @@ def missed_oom(rows: Sequence[Row]) -> int:
 
 
 def false_oom(rows: Sequence[Row]) -> int:
-    """Number of cells published with a result and not predicted to fit."""
+    """Number of cells that were published with a result but are not predicted to fit."""
     return sum(row["status"] == "ok" and row["pred_status"] != "ok" for row in rows)
 
 
@@ -460,9 +460,9 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute error of every group of speeds with constants fitted without its source
-    (refits, or the shipped constants if none was fitted to it), over the cells to which the shipped
-    constants were not fitted.  Groups without such cells are left out."""
+    """The mean absolute error of each group of speeds, predicted with constants that were fitted
+    without the group's source (the shipped constants if none was fitted to it). Cells to which the
+    shipped constants were fitted do not count; groups without other cells are left out."""
     found: dict[str, float] = {}
     for group in accuracy.groups:
         if group.metric != SPEED:

@@ -56,8 +56,8 @@ POOLED = ("all, each source weighs 1", "all, each row weighs 1")
 
 
 class Pool(Struct, frozen=True):
-    """Neighbouring kinds of evidence that share one width; `most`: the largest number of properties
-    outside among these kinds."""
+    """Neighbouring kinds of evidence that share one half-width. `most`: the largest number of
+    properties in which jobs of these kinds lie outside the published range."""
 
     most: int
     errors: Errors
@@ -92,7 +92,7 @@ class Bands(Struct, frozen=True):
         return Band(half_width=half_width, outside=outside, sources=sources)
 
     def _like(self, job: JobProperties, outside: dict[str, str]) -> tuple[float, int]:
-        """The half-width of jobs with these properties outside, and the number of its sources."""
+        """The half-width for these properties outside, and the number of its sources."""
         if job.experts and self.experts:
             return quantile(self.experts), len(self.experts)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
@@ -134,7 +134,8 @@ def with_outside(
 
 
 def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
-    """Absolute errors of ln(speed) of published rows under another generation's constants."""
+    """Absolute errors of ln(speed) of published rows, predicted with the constants of another GPU
+    generation."""
     known = ((cell.source, cell.other_log_error) for cell in cells)
     return grouped((source, abs(error)) for source, error in known if error is not None)
 
@@ -250,7 +251,7 @@ def kind_coverage(errors: Errors) -> list[Coverage]:
 
 
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each of weight 1; `errors`: the errors behind `coverages`."""
+    """The coverage over all sources, each of weight 1; `errors`: the errors of each source."""
     return Coverage(
         source=POOLED[0],
         rows=sum(map(len, errors.values())),

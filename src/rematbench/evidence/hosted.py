@@ -35,15 +35,16 @@ AT_ONCE = 1e21
 
 
 class HostKind(NamedTuple):
-    """A node of the sheet and the number of its ranks.  Ranks that are not bound to cores share
-    them, so each number of ranks has a rate."""
+    """A kind of node of the sheet, and the number of its ranks. Ranks share the cores of a node
+    unless they are bound to cores, so each number of ranks has a host rate of its own."""
 
     cluster: str
     ranks: int
 
 
 class Phases(NamedTuple):
-    """Seconds of all forwards and of all backwards of a step, and of the step."""
+    """The seconds that a step spends in all of its forwards and in all of its backwards, and the
+    seconds of the step."""
 
     forward_s: float
     backward_s: float
@@ -57,7 +58,7 @@ class Phases(NamedTuple):
 
 @cache
 def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
-    """The rows of named nodes, each with its case."""
+    """The rows of HOSTED whose node has a cluster file, each with its case."""
     registry = discover()
     return tuple((row, read_case(row, registry)) for row in committed(HOSTED) if row["cluster"])
 
@@ -74,8 +75,8 @@ def is_update_fitted(row: Row) -> bool:
 
 
 def is_host_fitted(row: Row) -> bool:
-    """Whether a node's `host_other_bytes` is fitted to this row, whose model is then as small as
-    the smallest of the node's rows."""
+    """Whether a node's `host_other_bytes` is fitted to this row: its model is the smallest of the
+    node's rows."""
     return whole(row, "parameters") == _smallest()[node_file(row)]
 
 

@@ -39,7 +39,7 @@ from rematbench.host.table import grouped
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.load import calibration, load_cluster, load_system, names, rated
+from rematbench.inputs.load import calibration, load_cluster, load_system, names, rated_clusters
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
 from rematbench.inputs.recipes import with_recipe
@@ -369,11 +369,11 @@ NO_CLUSTER_SPEED = frozenset(
 
 
 def unlike_shipped(problem: Problem) -> str:
-    """The speed facts and constants in which the problem's cluster differs from the nearest shipped
-    cluster, in words; "" if a shipped cluster has all of them."""
+    """The facts that change the speed, and the constants, in which the problem's cluster differs
+    from the nearest shipped cluster, in words; "" if a shipped cluster has all of them."""
     mine, calibration = problem.cluster, problem.calibration
     own, unlike = _cluster_facts(mine, calibration), {}
-    for cluster in rated():
+    for cluster in rated_clusters():
         other = _cluster_facts(cluster, calibration)
         unlike[cluster.name] = [key for key, value in own.items() if value != other[key]]
     nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
@@ -390,7 +390,7 @@ SAME_DEVICE = 0.05
 def unlike_devices(cluster: Cluster) -> str:
     """A cluster's GPU in words, if its FLOP/s or HBM bytes/s differ from every shipped GPU of its
     generation; otherwise ""."""
-    for other in rated():
+    for other in rated_clusters():
         pairs = (
             (cluster.peak_flop_per_s, other.peak_flop_per_s),
             (cluster.hbm_bytes_per_s, other.hbm_bytes_per_s),

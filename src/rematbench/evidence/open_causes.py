@@ -16,7 +16,7 @@ from rematbench.problem import Problem
 # Why: docs/decisions/evidence.md, Why is ZeRO 3 over nodes slow at one micro-batch a step?
 PUBLISHED_LONGER = 0.75
 """The share by which the published step of one micro-batch is longer than the predicted step, in
-full quarters: Llama-2-70B and Yi-34B at 8,192 tokens on 32 A100s under ZeRO 3, 0.72 and 0.49
+quarters rounded up: Llama-2-70B and Yi-34B at 8,192 tokens on 32 A100s under ZeRO 3, 0.72 and 0.49
 (XTuner, docs/zh_cn/acceleration/benchmark.rst of commit 4d2758e: 216.8 and 485.1 tokens/s/GPU; its
 network is not published, 1,600 Gbit/s a node were assumed).  With two and four micro-batches a step
 the same table is within 12 %."""
@@ -65,6 +65,5 @@ def _exchange(problem: Problem) -> str:
 
 @cache
 def _published_over_nodes() -> frozenset[str]:
-    """The stacks with published rows of ZeRO 3 over several nodes."""
     cells = (cell for cell in left_out_cells() if cell.job.gpus > NODE)
     return frozenset(cell.job.stack for cell in cells if cell.layout[-1] == "3")

@@ -43,7 +43,8 @@ def trained_by(whole: bool) -> str:
 
 @cache
 def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
-    """The lines of config/left_out_bytes.csv with this word of `trained_by`."""
+    """The lines of config/left_out_bytes.csv for jobs that train all weights, or for adapters
+    (`trains`: a word of `trained_by`)."""
     needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
     lines = read_sheet(data_dir("config") / BYTES, needed)
     return tuple(line for line in lines if line["trains"] == trains)
@@ -115,7 +116,7 @@ def total_is_checked(problem: Problem) -> bool:
 
 
 def trains_in(problem: Problem) -> str:
-    """The word of `trained_by` for a problem."""
+    """`weights` if the problem trains all weights, `adapters` if it trains a part."""
     return trained_by(whole=not problem.workload.partly)
 
 

@@ -114,7 +114,6 @@ def _speed(row: Row, case: PublishedCase) -> Cells:
 def _predict_all(
     cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Cells]:
-    """The predictions of cases, in order."""
     with ExitStack() as stack:
         found: Iterable[Cells] = (_work(case, *setting) for case in cases)
         if processes > 1 and len(cases) > 1:
@@ -136,7 +135,6 @@ def _work(case: PublishedCase, methods: tuple[Path, ...], constants: Calibration
 
 @cache
 def _registry(methods: tuple[Path, ...]) -> Registry:
-    """The methods, discovered once in a process."""
     return discover(methods)
 
 
@@ -232,8 +230,8 @@ def peak_bytes(result: Result, kind: PeakKind, rank: PeakRank = "fullest") -> in
 
 
 def computed_bytes(problem: Problem, plan: Plan) -> int:
-    """States of the first stage's layers and what they keep for micro-batches in flight, as in
-    Figure 1 of Korthikanti et al. (embeddings are not in it)."""
+    """Bytes of the states of the first stage's layers, and of what these layers keep for
+    micro-batches in flight, as in Figure 1 of Korthikanti et al. (without embeddings)."""
     layers = (layer for chunk in plan.partition[0] for layer in chunk)
     weights = sum(problem.layer(layer).parameters for layer in layers)
     states = state_bytes(weights, problem.layout, problem.system)

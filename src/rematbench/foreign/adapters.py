@@ -50,7 +50,8 @@ PEFT = {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": False}
 def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
     """Read adapters and quantised weights, once the stack is known.  ConfigError for a wrong
     number."""
-    base = _base(data)
+    tuned = next((key for key in TUNERS if str(data.get(key)).lower() == "qlora"), "")
+    base = _first(data, (*FOUR_BITS, *BITS, "load_in_8bit", "gptq")) or tuned
     if not _adapts(reading, data):
         if base:
             reading.refused.append(f"{base}: quantised weights without adapters are not modelled")
@@ -172,19 +173,12 @@ def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
     words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
     found = [PARTS.get(str(word).strip("'\" "), "") for word in words]
     if not all(found):
-        reading.refused.append(f"{key}: only {', '.join(PARTS)} are modelled beside adapters")
+        reading.refused.append(f"{key}: only {', '.join(PARTS)} can train in addition to adapters")
     elif found:
         reading.put("trained_parts", ",".join(dict.fromkeys(found)), key)
 
 
-def _base(data: Mapping[str, Any]) -> str:
-    """The key that turns quantised weights on; empty if there is none."""
-    tuned = next((key for key in TUNERS if str(data.get(key)).lower() == "qlora"), "")
-    return _first(data, (*FOUR_BITS, *BITS, "load_in_8bit", "gptq")) or tuned
-
-
 def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -> str:
-    """The format of the quantised weights."""
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
     if method not in ("bnb", "bitsandbytes", "gptq", "awq") and key in BITS:

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rematbench.foreign.keys import declared, is_off, read_keys
+from rematbench.foreign.adapters import TARGETS
+from rematbench.foreign.keys import declared, is_off, read_keys, read_sizes
 from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
@@ -53,7 +54,7 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
     for pair in pairwise(programs):
         if pair in PROGRAMS:
             return PROGRAMS[pair]
-    if not options & SIGNS:
+    if not options & SIGNS or programs[:1] == ["colossalai"]:
         content = _content(script, words) if programs[:1] else None
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
@@ -69,6 +70,8 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
     package, data = _with_file(script, words, package, _data(words, options))
+    if any(re.match(r"transformers[=~]=4\b", word) for one in script.commands for word in one):
+        data["transformers_4"] = True
     config, micro = data.pop("config_file", None), data.pop("data.micro_batch_size", None)
     plugin = {name: data.pop(name) for name in PLUGIN & data.keys()}
     if package == "LLaMA-Factory" and (ENGINE & data.keys() or "USE_MCA" in script.variables):
@@ -77,7 +80,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
-    _device_map(reading, script, words)
+    _variables_of_swift(reading, script, words)
     if micro is not None:  # verl counts all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
@@ -86,7 +89,11 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         read_accelerate_deepspeed(reading, plugin)
     if config:
         reading.files.append(Path(str(config)))
-    _document(reading, script)
+    # Read the DeepSpeed configuration that the script itself writes.
+    for named in list(reading.files):
+        if named.name in script.documents:
+            reading.files.remove(named)
+            merge_document(reading, script, named.name)
     read_keys(reading, headers, "launchers", prefix="#SBATCH ")
     return reading
 
@@ -95,6 +102,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command under the names of Transformers, with the task as its `stage`."""
     known = NAMES | declared("launchers").names.keys()
     data = {name: _value(values) for name, values in options.items() if name not in known}
+    data |= {name: options[name] for name in TARGETS if len(options.get(name, [])) > 1}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
@@ -194,10 +202,7 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         text = " ".join(script.variables.get(name, []))
         if text.isdigit():
             reading.put(value, int(text), name)
-    for option, value in declared("launchers").names.items():
-        text = first_value(options, option)
-        if text.isdigit() and int(text):
-            reading.put(value, int(text), f"--{option}")
+    read_sizes(reading, options)
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
     devices = first_value(options, "include", devices).rpartition(":")[2]  # it may be localhost:0,1
     count = len([one for one in devices.split(",") if one.isdigit()])
@@ -205,20 +210,16 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
 
 
-def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
-    """Refuse more visible devices than processes: ms-swift's command then spreads the layers over
-    all of them (swift/utils/torch_utils.py, get_device_map)."""
+def _variables_of_swift(reading: Reading, script: Script, words: list[str]) -> None:
+    """Refuse what variables say to ms-swift's command: more visible devices than processes, over
+    which it then spreads the layers (swift/utils/torch_utils.py, get_device_map), and another
+    sequence parallelism than Ulysses (swift/trainers/sequence_parallel/__init__.py)."""
     visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
     processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
     own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
     if own and len(visible) > int(processes):
         text = f"{len(visible)} devices for NPROC_PER_NODE={processes} split layers (device_map)"
         reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, which is not modelled")
-
-
-def _document(reading: Reading, script: Script) -> None:
-    """Read the DeepSpeed configuration that the script itself writes."""
-    for named in list(reading.files):
-        if named.name in script.documents:
-            reading.files.remove(named)
-            merge_document(reading, script, named.name)
+    kind = " ".join(script.variables.get("SEQUENCE_PARALLEL_IMPL", []))
+    if own and "ulysses" in reading.values and kind not in ("", "ulysses"):
+        reading.refused.append(f"SEQUENCE_PARALLEL_IMPL: {kind} is not modelled (only ulysses)")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, number, switch, whole
+from rematbench.foreign.reading import AUTO, Reading, inputs_at, number, switch, whole
 from rematbench.inputs.configfile import ConfigError
 
 SIZES = {
@@ -22,7 +22,7 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     reading = Reading(file=file, package="DeepSpeed", system="huggingface-deepspeed")
     read_keys(
         reading, {key: data[key] for key in data if key[:1] != "_"}, "deepspeed"
-    )  # _ begins comments
+    )  # keys with _ first are comments
     for word, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         section = data.get(word)
         if section is not None:
@@ -32,11 +32,15 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     if "zero_optimization" in data:
         read_zero(reading, data["zero_optimization"], "zero_optimization.")
     section = data.get("activation_checkpointing")
-    if isinstance(section, Mapping) and not is_off(section.get("cpu_checkpointing")):
-        reading.method = ("full_recompute", {"inputs": "host"})
-    if isinstance(section, Mapping) and not is_off(section.get("partition_activations")):
-        key = "activation_checkpointing.partition_activations"
-        reading.notes.append(f"{key}: inputs of layers are sharded by rows only with --tp and sp")
+    if isinstance(section, Mapping):
+        split = not is_off(section.get("partition_activations"))
+        host = not is_off(section.get("cpu_checkpointing"))
+        if split and reading.get("tp", 1) == 1:
+            key, split = "activation_checkpointing.partition_activations", False
+            text = "without effect at tp 1; with --tp give full_recompute:inputs=shared"
+            reading.notes.append(f"{key}: {text}")
+        if split or host:
+            reading.method = ("full_recompute", {"inputs": inputs_at(split=split, host=host)})
     if isinstance(data.get("tensor_parallel"), Mapping):
         reading.put("sp", False, "tensor_parallel.")
     return reading

@@ -34,6 +34,7 @@ COMPILED = {"compiled": True, "fused_swiglu": True}
 COMPILED_LOSS: dict[str, Any] = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
 COMPILED_LOSS |= {"held_logit_bytes": 2, "expandable_segments": True}
 ROTATING: dict[str, dict[str, Any]] = {
+    "huggingface-fsdp2": {},
     "torchtitan": {},
     "torchtitan-compiled": COMPILED,
     "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
@@ -76,13 +77,24 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
     describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
+    for named in reading.files if "zero_stage" not in values else ():
+        text = f"give it as a further FILE after {reading.file}, or --zero"
+        reading.refused.append(f"{named} is not here, and may say how states are sharded: {text}")
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
     values["model"] = _model(values, reading, files, prefix, overrides)
     _of_model(values, reading)
     _degrees(values, reading)
-    _shards(values)
+    # Derive the sharding degree if sharded states have replicas, given as a number or as one per
+    # node.
+    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
+    if values.get("inside_node"):
+        replicas = values.get("nodes", 1)
+    if gpus and replicas > 1:
+        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
+    if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
+        del values["shard_degree"]
     _batches(values, reading)
     values["system"] = _system(values, reading, files, prefix, overrides)
     name, settings = _method(values, reading, method)
@@ -114,8 +126,8 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
-    """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage (as numbers where every stage has some), and whether there is a shared expert."""
+    """Derive values that depend on the model, even if only its name is given: chunks, the layers of
+    each stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
         stages = read_stages(values["stages"])
         values["vpp"] = max(1, len(stages) // values.get("pp", 1))
@@ -132,7 +144,7 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         model = load_model(str(values["model"]))
         layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
     if values.get("shared_overlap") and shared:
-        text = "a shared expert beside the dispatch is not modelled"
+        text = "a shared expert that runs during the dispatch is not modelled"
         reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
     if not layers:
         keys = ", ".join(reading.keys[name] for name in sorted(present))
@@ -196,16 +208,6 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
     if values.get("gpus") and values["gpus"] % need:
         why = f"tp x cp x pp = {one} and etp x ep x pp = {experts} need (--gpus)"
         reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need}, which {why}")
-
-
-def _shards(values: dict[str, Any]) -> None:
-    """Derive the sharding degree if sharded states have replicas, given as a number or as one per
-    node."""
-    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
-    if values.get("inside_node"):
-        replicas = values.get("nodes", 1)
-    if gpus and replicas > 1:
-        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
 
 
 def _batches(values: dict[str, Any], reading: Reading) -> None:
@@ -294,6 +296,7 @@ def shipped_model(text: str, reading: Reading) -> str | None:
     beside = named_file(reading.file, path / "config.json")
     if beside.is_file() and beside.parent.name == path.name:
         return str(beside.parent)
+    text = re.sub(r".*/models--[^/]+--([^/]+)/.*", r"\1", text)  # the hub's cache
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
     others = (stem.replace(*pair) for pair in ALIKE)
@@ -325,16 +328,28 @@ def _system(
         reading.notes.append(
             "weights are fp32, and autocast converts them to 16 bits in each operator"
         )
+    whole = (reading.method or ("", {}))[0] == "full_recompute"
+    if whole and values.get("ep_overlap") and base == "megatron-core-0.16":
+        base = "megatron-core-dev"
+        words = "releases refuse it with full recomputation, so the stack is megatron-core-dev"
+        reading.notes.append(f"{reading.keys.get('ep_overlap')}: {words}")
     system = load_system(base)
+    if values.get("foreach") and not system.states.flat_step:
+        # torch/optim/adam.py, _multi_tensor_adam: the roots of all second moments are new tensors.
+        facts["step_scratch_bytes"] = facts.get("param_bytes", system.states.param_bytes)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
-        facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
+        width = facts.get("reduce_bytes", system.states.reduce_bytes)
+        facts["bucket_bytes"] = values["bucket_elements"] * width
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
-    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
-    if moves and "activation_offload" not in shipped["features"]:
-        changed["features"] = [*shipped["features"], "activation_offload"]
+    used = {
+        "activation_offload": str((reading.method or ("", {}))[1].get("inputs")).endswith("host"),
+        "ulysses": reading.get("ulysses", 1) > 1 and not overrides.get("system"),
+    }
+    if more := [name for name in used if used[name] and name not in shipped["features"]]:
+        changed["features"] = [*shipped["features"], *more]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"

@@ -38,7 +38,9 @@ def read_log(text: str, label: str) -> dict[str, str | float]:
     }
     if not cells:
         known = "Megatron's `elapsed time per iteration`, torchtitan's `tps`, or Transformers'"
-        raise ConfigError(label, "steps", f"none printed as {known} `train_steps_per_second`")
+        raise ConfigError(
+            label, "steps", f"the log prints none of {known} `train_steps_per_second`"
+        )
     for kind in ("allocated", "reserved"):
         if values := seen[kind]:
             return cells | {"peak_device_bytes": round(max(values)), "peak_kind": kind}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.adapters import TARGETS, read_adapters
-from rematbench.foreign.keys import declared, dialect, read_keys
+from rematbench.foreign.keys import declared, dialect, read_keys, read_sizes
 from rematbench.foreign.megatron_experts import read_experts
-from rematbench.foreign.reading import Options, Reading, first_value, number, whole
+from rematbench.foreign.reading import Options, Reading, first_value, inputs_at, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, merge_document, note_cap, read_trainer
@@ -60,6 +60,8 @@ GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-
 """Options with the number of micro-batches that a chunk runs in a row, which is pp by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled; those of experts are not."""
+SHARED = ("distribute-saved-activations", "distribute-checkpointed-activations")
+"""The switch that shares inputs of layers out over tensor-parallel ranks, and its name in 2021."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SIZED = {"num-layers", "hybrid-layer-pattern"}
 """Options of lines that state the model's sizes; other lines name their model."""
@@ -109,7 +111,7 @@ def read_swift(script: Script, words: list[str]) -> Reading:
         else:
             options[option] = [value for value in values if value != "true"]
     for name, option in (("NPROC_PER_NODE", "nproc-per-node"), ("NNODES", "nnodes")):
-        if script.variables.get(name):
+        if name in script.variables:
             options[option] = script.variables[name]
     reading = _read(options, script)
     plain = {name.replace("-", "_"): words for name, words in options.items()}
@@ -132,10 +134,7 @@ def _read(options: Options, script: Script) -> Reading:
     reading.system = "megatron-lm" if OLD & options.keys() else TODAY
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
-    for option, name in declared("launchers").names.items():
-        for written in (option, option.replace("_", "-")):
-            if first_value(options, written).isdigit():
-                reading.put(name, int(first_value(options, written)), f"--{written}")
+    read_sizes(reading, options)
     if SLIME in options:  # slime sets two by default (backends/megatron_utils/arguments.py)
         options = {"bf16": [], "use-distributed-optimizer": [], **_supervised(options)}
     reading.facts |= ABSENT
@@ -156,9 +155,6 @@ def _read(options: Options, script: Script) -> Reading:
     reading.method = _offloaded(reading, options, *_method(reading, options))
     _named_model(reading, options)
     _deepspeed(reading, options, script)
-    if "partition-activations" in options and reading.get("tp", 1) > 1:
-        text = "inputs of layers are sharded by rows only with --sequence-parallel"
-        reading.notes.append(f"--partition-activations: {text}")
     mask = reading.get("micro_batch", 1) * reading.get("seq_len", 0) ** 2 / 2**30
     own = any(one.endswith("pretrain_gpt.py") for words in script.commands for one in words)
     if own and mask > 0.5 and "no-create-attention-mask-in-dataloader" not in options:
@@ -199,9 +195,9 @@ def _supervised(options: Options) -> Options:
 
 
 def _states(reading: Reading, options: Options) -> None:
-    """The bytes and the home of the optimizer's states.  The precision-aware optimizer keeps of
-    the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
-    store_param_remainders), and moments of any type."""
+    """The bytes and the home of the optimizer's states. The precision-aware optimizer keeps only
+    the part of the fp32 copy that a bf16 parameter lacks (megatron-core 0.16.1,
+    optimizer_config.py, store_param_remainders), and moments of any type."""
     wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
     if reading.get("precision") == "fp16" and not wide:  # only bf16 accumulates in fp32 by default
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
@@ -278,7 +274,7 @@ def _named_model(reading: Reading, options: Options) -> None:
     reading.model.clear()
     sizes = {*dialect("megatron")[""].shapes, "num_experts", "mtp_num_layers"}
     for option in sorted(option for option in options if option.replace("-", "_") in sizes):
-        reading.refused.append(f"--{option}: the line names its model, whose sizes are taken")
+        reading.refused.append(f"--{option}: not read, because the line also names its model")
     for option in ("model", "load"):
         name = first_value(options, option)
         if name and "model" not in reading.values:
@@ -305,8 +301,6 @@ def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
-    if "use-torch-fsdp2" in options:
-        stage = "3"
     if stage:
         stage = stage.removesuffix(".0")
         reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--zero-stage")
@@ -324,7 +318,6 @@ def _layout(reading: Reading, options: Options) -> None:
 
 
 def _attention(reading: Reading, options: Options, script: Script) -> None:
-    """Set the kernel of attention that a line and the environment's variables choose."""
     backend = first_value(options, "attention-backend", "auto")
     no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
     if backend == "auto" and (no_flash or no_fused):
@@ -390,9 +383,7 @@ def _latent(reading: Reading, options: Options) -> None:
         return
     given = LATENT | {name.removeprefix("latent."): size for name, size in columns.items()}
     if "qk-layernorm" not in options:
-        reading.refused.append(
-            "--multi-latent-attention: compressed columns without norms are not modelled"
-        )
+        reading.refused.append("--multi-latent-attention: it is modelled only with --qk-layernorm")
     model |= {
         "latent": given,
         "head_dim": given["nope"] + given["rope"],
@@ -424,15 +415,19 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
         granularity = granularity or "selective"
     if "checkpoint-activations" in options or "activations-checkpoint-method" in options:
         granularity = "full"
+    shared = [name for name in SHARED if name in options]
     if granularity == "full":
         old = first_value(options, "activations-checkpoint-method", "uniform")  # its name in 2021
         method = first_value(options, "recompute-method", old)
         name = next((name for name in LAYERS if options.get(name)), LAYERS[0])
         layers = whole(first_value(options, name, "1"), reading.file, f"--{name}")
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
-        if "checkpoint-in-cpu" in options:
-            settings["inputs"] = "host"
+        split = bool(shared) or ("partition-activations" in options and reading.get("tp", 1) > 1)
+        if split or "checkpoint-in-cpu" in options:
+            settings["inputs"] = inputs_at(split=split, host="checkpoint-in-cpu" in options)
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
+    if shared:
+        reading.refused.append(f"--{shared[0]}: Megatron has it for full recomputation only")
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)
     return "keep_all", {}

@@ -49,7 +49,6 @@ def read_experts(reading: Reading, options: Options) -> None:
 
 
 def _widths(reading: Reading, options: Options) -> None:
-    """Set the sizes and the router of the experts."""
     experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
     for option, name in WIDTHS.items():
         if options.get(option):

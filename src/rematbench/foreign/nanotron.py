@@ -1,7 +1,7 @@
 """Reads a nanotron configuration (YAML).
 
 Source of names and defaults: https://github.com/huggingface/nanotron, src/nanotron/config/config.py
-(TokensArgs, OptimizerArgs), parallelism_config.py (ParallelismArgs: without a word tensor
+(TokensArgs, OptimizerArgs), parallelism_config.py (ParallelismArgs: by default tensor
 parallelism all-reduces, and pipelines run all forwards before all backwards, `afab`) and
 models_config.py (LlamaConfig, Qwen2Config).
 """

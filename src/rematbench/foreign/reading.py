@@ -32,6 +32,8 @@ class Reading(Struct, kw_only=True):
     refused: list[str] = []
     """Settings that are not modelled, each with the reason."""
     notes: list[str] = []
+    assumed: list[str] = []
+    """What the files leave open, with the reading that is taken."""
     files: list[Path] = []
     """Files that the file names."""
     command: bool = False
@@ -98,3 +100,8 @@ def switch(value: Any, file: str, key: str) -> bool:
     if word in {"false", "no", "off", "0", "none"}:
         return False
     raise ConfigError(file, key, f"{value!r} is not a switch (allowed: true, false)")
+
+
+def inputs_at(*, split: bool, host: bool) -> str:
+    """The place of layers' inputs, as a setting of full recomputation."""
+    return ("shared" * split + "_host" * host).strip("_")

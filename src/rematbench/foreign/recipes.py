@@ -63,7 +63,7 @@ def read_megatron_recipe(reading: Reading, options: Options) -> None:
     reading.put("recipe", MEGATRON[word], f"--{switch}")
     gathered = next((name for name in ("fp8-param-gather", "fp8-param") if name in options), "")
     if gathered and word == "mxfp8" and REUSE not in options:
-        reading.notes.append(f"--{gathered} without --{REUSE}: a buffer in 16 bits stays")
+        reading.notes.append(f"--{gathered} without --{REUSE}: the 16-bit buffer stays")
     elif gathered:
         reading.put("fp8_params", True, f"--{gathered}")
     if "first-last-layers-bf16" in options:
@@ -96,12 +96,11 @@ def read_converters(reading: Reading, data: Mapping[str, Any]) -> None:
             linears = ", ".join(sorted(kept))
             reading.refused.append(f"{at}.filter_fqns: {linears} in 16 bits are not modelled")
         if "output" not in filtered:
-            text = "without `output` that projection is quantised, which is not modelled"
+            text = "without `output`, that projection is quantised, which is not modelled"
             reading.refused.append(f"{at}.filter_fqns: {text}")
 
 
 def _read_torchao(reading: Reading, section: Mapping[str, Any], at: str, usual: str) -> None:
-    """Read torchao's recipe and its gather of parameters."""
     word = str(section.get("recipe_name") or "")
     if word not in TORCHAO:
         reading.refused.append(f"{at}.recipe_name: {word} is not modelled")
@@ -123,8 +122,8 @@ def _read_gather(reading: Reading, value: Any, key: str, named: str) -> None:
 
 
 def read_accelerate_recipe(reading: Reading, data: Mapping[str, Any], at: str) -> None:
-    """Read FP8 of accelerate (fp8_backend, fp8_enable_fsdp_float8_all_gather, in a section also
-    without fp8_).  torchao quantises all linears but the first (the projection of queries) and the
+    """Read FP8 of accelerate (fp8_backend, fp8_enable_fsdp_float8_all_gather; keys of a section
+    may lack fp8_).  torchao quantises all linears but the first (the projection of queries) and the
     last (that of the output).  `at`: the text before a key in messages."""
     rows, plain = reading.package in ROWWISE, {key.removeprefix("fp8_"): data[key] for key in data}
     word = str(plain.get("backend") or "").lower()

@@ -147,8 +147,9 @@ def syntax_tree(text: str, file: str) -> list[Node]:
 
 def _read(script: Script, text: str) -> None:
     """Run the statements of a text.  A backslash before spaces at the end of a line continues it
-    here, which bash would not do."""
+    here, which bash would not do.  `[1]*48`, which shfmt takes for an index, is quoted."""
     text = re.sub(r"\\[ \t]*\n", "\\\n", text.replace("\r", ""))
+    text = re.sub(r"(?<=\s)\[[01]\]\*[^\s)]+", r"'\g<0>'", text)
     before, script.text = script.text, text.encode()
     _run(script, syntax_tree(text, script.file))
     script.text = before
@@ -253,18 +254,14 @@ def _compared(script: Script, node: Node, source: str) -> bool:
     if not left and right:
         script.undecided.append(source)
     if sign == "=~":
-        return _matches(left, right)
+        try:
+            return re.search(right, left) is not None
+        except re.error:
+            return False
     if sign in COMPARED:
         numbers = left.isdigit() and right.isdigit()
         return numbers and bool(OPERATIONS[COMPARED[sign]](int(left), int(right)))
     return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-
-
-def _matches(text: str, pattern: str) -> bool:
-    try:
-        return re.search(pattern, text) is not None
-    except re.error:
-        return False
 
 
 def _test_tree(words: list[Node], texts: list[str]) -> Node:
@@ -332,12 +329,12 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
             joined = "Array" in node or not before
             values = before + values if joined else [*before[:-1], before[-1] + values[0]]
         if sum(map(len, values)) > LONGEST:
-            raise ConfigError(script.file, "", "not a shell command (a variable has no end)")
+            raise ConfigError(script.file, "", "not a shell command (a variable grows without end)")
         script.variables[name] = values
 
 
 def _call(script: Script, node: Node) -> bool | None:
-    """Set the variables before a command, and run the command; the value of a test."""
+    """Set the variables before a command, and run the command. Returns the value of a test."""
     _assign(script, node.get("Assigns", ()))
     words = [_echoed(script, word) for word in node.get("Args", [])]
     texts = [expand_text(word, script.variables) for word in words]
@@ -356,7 +353,8 @@ def _call(script: Script, node: Node) -> bool | None:
         if command[:1] and command[0].startswith("--") and script.commands:
             script.commands[-1] += command  # a comment cut the command in two
         elif command:
-            script.commands.append(command)
+            short = {"-N": "--nodes"} if command[0] == "srun" else {}
+            script.commands.append([short.get(word, word) for word in command])
     return None
 
 

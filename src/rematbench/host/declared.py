@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo, fields
+from msgspec.structs import FieldInfo, asdict, fields
 
 T = TypeVar("T", bound=Struct)
 
@@ -54,6 +54,8 @@ def facts(kind: type[Struct]) -> dict[str, FieldInfo]:
 
 def flat(value: Struct) -> dict[str, Any]:
     """The values of a struct's fields and of its parts' fields, by name."""
+    if not parts(type(value)):
+        return asdict(value)
     found: dict[str, Any] = {}
     for name in value.__struct_fields__:
         one = getattr(value, name)

@@ -84,19 +84,14 @@ def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s:
         work = start(*args)
         while True:
             task = connection.recv()
-            _limit_cpu(limit_s)
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            soft = math.ceil(time.process_time() + limit_s)
+            if hard != resource.RLIM_INFINITY:
+                soft = min(soft, hard)
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
             connection.send(work(task))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
-
-
-def _limit_cpu(seconds: int) -> None:
-    """Make the kernel end this process after `seconds` more CPU seconds (rounded up)."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = math.ceil(time.process_time() + seconds)
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 # Why: docs/decisions/host.md, How do worker processes start?

@@ -34,7 +34,7 @@ class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class When(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a Model that are set if all keys of `condition` have these values in the config."""
+    """Fields of a Model that are set if the config has all keys and values of `condition`."""
 
     condition: dict[str, Any] = field(name="if")
     facts: dict[str, Any]

@@ -201,8 +201,8 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return generation in self.gpus and generation in self.kernels.generations
 
     def gpu_bytes(self, generation: str) -> GpuConstants:
-        """The constants to read device bytes of a GPU generation from.  For a generation without
-        constants, each field has its largest value of all generations."""
+        """The constants from which device bytes of a GPU generation follow. For a generation
+        without constants, each field has its largest value among all generations."""
         if generation in self.gpus:
             return self.gpus[generation]
         known, names = self.gpus.values(), GpuConstants.__struct_fields__

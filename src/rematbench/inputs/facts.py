@@ -20,6 +20,7 @@ FEATURES = (
     "compile",
     "cuda_graphs",
     "ep_overlap",
+    "ep_overlap_recompute",
     "hybrid_sharding",
     "optimizer_offload",
     "param_offload",
@@ -45,7 +46,8 @@ UNCHECKED = "CHECK"
 """The placeholder that `doctor --write` leaves for the user to fill in."""
 TPU = re.compile(r"\btpu", re.IGNORECASE)
 SPELLING = 0.8
-"""Similarity (difflib's ratio) from which a generation counts as a misspelt known one."""
+"""The similarity (difflib's ratio) from which an unknown generation counts as a misspelt known
+one."""
 PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
     "fp32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
@@ -121,15 +123,14 @@ def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
 
 
 def _check_experts(model: Model, experts: Experts, label: str) -> None:
-    """ConfigError for impossible or unmodelled experts."""
     layers = experts.dense_layers
     contradictions = {
-        f"{experts.active} active experts of {experts.count}": experts.active > experts.count,
+        f"active {experts.active} exceeds count {experts.count}": experts.active > experts.count,
         f"{experts.count} experts do not form {experts.groups} groups": (
             experts.count % experts.groups != 0
         ),
-        "shared_gate: true without shared_ffn": experts.shared_gate and not experts.shared_ffn,
-        f"dense_layers {max(layers, default=0)} of {model.num_layers} layers": (
+        "shared_gate: true needs shared_ffn": experts.shared_gate and not experts.shared_ffn,
+        f"dense_layers must be different layers below {model.num_layers}": (
             max(layers, default=-1) >= model.num_layers or len({*layers}) < len(layers)
         ),
         "every layer is dense": len(layers) >= model.num_layers,

@@ -188,7 +188,9 @@ class _Reader:
         if "experts.count" in known.keys:
             found = self._with_experts(found)
         if "latent.kv_rank" in known.keys:
-            found = self._with_latent(found)
+            latent, rest = _split(found, "latent.")
+            sizes = {"head_dim": latent["nope"] + latent["rope"], "num_kv_heads": rest["num_heads"]}
+            found = {**rest, **sizes, "latent": latent}
         windows = self._windows(found["num_layers"])
         found["attention_window"] = windows if any(windows) else []
         if found["position"] == "rope" and not {"rotary_share", "latent"} & {*known.facts, *found}:
@@ -213,14 +215,7 @@ class _Reader:
             experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 
-    def _with_latent(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The fields with those named `latent.*` gathered in the field `latent`."""
-        latent, rest = _split(found, "latent.")
-        sizes = {"head_dim": latent["nope"] + latent["rope"], "num_kv_heads": rest["num_heads"]}
-        return {**rest, **sizes, "latent": latent}
-
     def _is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
         rule = self.known.sparse
         if rule is None:
             return True

@@ -71,7 +71,6 @@ def _graph_rules(work: Workload, system: System) -> Iterator[str]:
 
 
 def _prediction_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
-    """The rules of prediction layers."""
     model = work.model
     rank, words = prediction_rank(model, lay), "prediction layers are not simulated"
     if rank is None:
@@ -160,7 +159,6 @@ def _stack_rules(lay: Layout, system: System) -> Iterator[str]:
 
 
 def _has(system: System, degree: str) -> bool:
-    """Whether the stack supports a degree above 1."""
     if degree == "cp":
         return system.parallel.cp_kind != "none"
     return degree in system.accepts.model_parallel

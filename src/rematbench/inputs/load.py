@@ -55,7 +55,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @cache
-def rated() -> tuple[Cluster, ...]:
+def rated_clusters() -> tuple[Cluster, ...]:
     """The shipped clusters whose GPUs have published rates."""
     shipped = (load_cluster(name) for name in names("cluster"))
     return tuple(cluster for cluster in shipped if not cluster.roofline)
@@ -66,7 +66,7 @@ def rated() -> tuple[Cluster, ...]:
 def shipped_balances(generation: str) -> tuple[float, float] | None:
     """The smallest and the largest FLOP per HBM byte among shipped GPUs of a generation that have
     rates; None for CPUs and for generations that no shipped cluster has."""
-    found = [one.flop_per_byte for one in rated() if one.generation == generation != "cpu"]
+    found = [one.flop_per_byte for one in rated_clusters() if one.generation == generation != "cpu"]
     return (min(found), max(found)) if found else None
 
 
@@ -92,7 +92,9 @@ def _model(path: Path) -> Model:
         parts = {key: part for key, part in parts.items() if "value" not in part}
         values, sources = flatten({k: v for k, v in data.items() if k not in parts}, label)
         values |= parts
-        values["source"] = _joined_source(data.get("source", ""), sources)
+        everywhere = data.get("source", "")
+        own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
+        values["source"] = "; ".join([everywhere.strip(), *own] if everywhere else own)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)
     check_model(model, label)
@@ -325,8 +327,8 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     """(stack, methods by word) of a published row, from the first stack whose file claims it under
-    `rows`; without a claim, the stack of the row's `system`, and its file's methods if one of the
-    patterns there is for that name."""
+    `rows`. Without a claim, the stack that the row names in `system`, with the methods of that
+    stack's file if one of the file's patterns matches the name."""
     plain, claims = _plain(system), _claimed_rows()
     for stem, claim in claims.items():
         if plain in map(_plain, claim.systems) or (system == claim.system and claim.note in note):
@@ -365,12 +367,6 @@ def _label(path: Path) -> str:
     """A file's name in errors: config/... for shipped files, else its path."""
     config = data_dir("config")
     return f"config/{path.relative_to(config)}" if path.is_relative_to(config) else str(path)
-
-
-def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
-    """The source of a Model as one text: that of the file, then those of single keys."""
-    own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
-    return "; ".join([everywhere.strip(), *own] if everywhere else own)
 
 
 def _windows(values: dict[str, Any], label: str) -> list[int]:

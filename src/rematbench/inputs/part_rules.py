@@ -28,7 +28,7 @@ def _memory_rules(lay: Layout, work: Workload) -> Iterator[str]:
         "attention and MLP in parallel": model.block != "sequential",
     }
     found = [name for name, is_so in others.items() if is_so]
-    size = f"the table has {given.rows * model.hidden / 1e9:.2f} B values"
+    size = f"the table has {given.rows * model.hidden / 1e9:.2f} billion values"
     wrong = given.key_dim % 2 or given.top > given.keys or given.layers[-1] >= model.num_layers
     if found:
         yield f"memory layers are not modelled with {', '.join(found)}; {size}"

@@ -141,8 +141,8 @@ def with_recipe(system: System, work: Work) -> System:
 
 
 def holds_copies(work: Work, system: System, zero_stage: int) -> bool:
-    """Whether a rank keeps quantised weights for a whole step.  Weights that are gathered for each
-    pass are quantised anew for each."""
+    """Whether a rank keeps quantised weights for a whole step. Weights that are gathered for each
+    pass are quantised again for each pass."""
     return work.recipe != "none" and library_of(system) != "torchao" and zero_stage != 3
 
 

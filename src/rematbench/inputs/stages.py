@@ -100,7 +100,7 @@ def stages_of(partition: Partition, num_layers: int) -> tuple[Stage, ...]:
 
 def base_partition(model: Model, layout: Layout) -> Partition:
     """The partition that a layout states, or the even one with the prediction layers in the last
-    stage.  LayoutError if the stated stages have other numbers of stages or layers."""
+    stage. LayoutError if the stated numbers of stages or layers do not match layout and model."""
     if not layout.stages:
         sizes = even_sizes(model.num_layers, layout)
         return partition_of_sizes(sizes, layout.pp, model.mtp_layers)

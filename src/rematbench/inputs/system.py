@@ -188,7 +188,7 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wide_query_gradient: bool = False
     """If true, the backward of fused attention also holds the gradient of queries in fp32 and, if
     several query heads share a key head, the gradients of keys and values for each query head
-    (FlashAttention-2); a stack that does not state this is not charged for it."""
+    (FlashAttention-2). Unless a stack's file states this, these bytes are not counted."""
     eager_operators: bool = False
     """If true, unfused attention and soft caps are eager torch operators, which save keys and
     values repeated for each query head, the softmax both in fp32 and as a copy, and the tanh of a
@@ -469,5 +469,5 @@ def with_facts(system: System, **facts: Any) -> System:
     an unknown name."""
     unknown = facts.keys() - {*FACTS}
     if unknown:
-        raise TypeError(f"no facts of a stack: {', '.join(sorted(unknown))}")
+        raise TypeError(f"unknown facts of a stack: {', '.join(sorted(unknown))}")
     return made(System, {**flat(system), **facts})

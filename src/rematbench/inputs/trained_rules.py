@@ -11,7 +11,8 @@ from rematbench.workload import PACKED_BYTES, Trained, Workload
 def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     """The messages of the rules that a job with frozen weights breaks."""
     model, mlp = work.model, {"gate", "up", "down"}
-    experts = model.experts is not None and bool(mlp & {*work.targets})
+    whole = lay.expert_tp == 1 and not work.dora
+    experts = model.experts is not None and bool(mlp & {*work.targets}) and not whole
     if not work.partly and work.base_dtype != "stack":
         yield (
             f"base_dtype {work.base_dtype} needs frozen weights, but all weights train (give "
@@ -25,7 +26,8 @@ def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
                 yield f"{name} needs adapters (lora_rank)"
     if experts:
         known = _bytes_of_adapters(work, system)
-        yield f"adapters of experts are not modelled (lora_targets: q,k,v,o); {known}"
+        words = "adapters of experts need etp 1, and no dora (ms-swift, megatron/tuners/lora.py)"
+        yield f"{words}; {known}"
     if model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets):
         known = _bytes_of_adapters(work, system)
         words = "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)"

@@ -1,4 +1,4 @@
-"""The suite of the part `layers` of `measure-gpu`: its problems, and the cells that run there."""
+"""The suite of `measure-gpu`'s part `layers`: its problems, and the cells that run there."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,8 @@ from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 
 
 class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step written by hand in torch with a memory feature of torch, on the named problems."""
+    """A step written by hand with torch's means to save activation memory, on the named
+    problems."""
 
     means: Means
     problems: tuple[str, ...]
@@ -26,11 +27,11 @@ class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems on one GPU each, and the steps that run there: `methods` as they are, the variants,
-    and steps written `by_hand`. `references`: the reference cell of each problem's ratios, as
-    METHOD.NUMBER. `half_width`: a problem's turns end when the half-width of the 95 % interval of a
-    ratio, divided by the ratio, is this small. `alone`: problems with a pipeline, whose first rank
-    runs without its neighbours."""
+    """Problems on one GPU each, and the steps that run there: `methods` with their defaults, the
+    variants, and steps written `by_hand`. `references`: by problem, the cell METHOD.NUMBER to whose
+    speed others are compared. `half_width`: a problem has no further turns once the half-width of
+    every ratio's 95 % interval, divided by the ratio, is this small. `alone`: problems with a
+    pipeline, of which only the first rank runs, without its neighbours."""
 
     methods: tuple[str, ...]
     references: dict[str, str]
@@ -40,8 +41,7 @@ class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HandCell(Cell, frozen=True, kw_only=True):
-    """A step written by hand, which has no plan (`plan` is keep_all's) and no
-    prediction."""
+    """A step written by hand. It has no prediction; `plan` is keep_all's."""
 
     means: Means
 
@@ -77,7 +77,7 @@ def by_hand_names(suite: LayerSuite) -> dict[str, str]:
 
 
 def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
-    """Return the planned cells of the suite; `only`: the names of problems or cells to take."""
+    """Return the planned cells of the suite; `only`: the names of the problems or cells to take."""
     names = [name for name in _planned(suite) if is_selected(name, only)]
     found = cells(suite, [], names) if names else []
     keep_all = discover().resolve(IDENTITY, {})
@@ -87,7 +87,7 @@ def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
             problem = specs[at].problem()
             found.append(HandCell(name, problem, keep_all, problem.base_plan, means=one.means))
     if not found:
-        raise CommandError(f"--only {', '.join(only)}: no such cell")
+        raise CommandError(f"--only {', '.join(only)}: the suite has no such cell")
     return found
 
 

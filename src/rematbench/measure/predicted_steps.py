@@ -1,6 +1,6 @@
-"""Predictions of the steps of part `layers` of `measure-gpu`, written before the measurement.
+"""Predictions of the steps of `measure-gpu`'s part `layers`, written before the measurement.
 
-A measurement refuses predictions of other constants or plans.
+A measurement refuses predictions by other constants or of other plans.
 """
 
 import math
@@ -32,8 +32,8 @@ PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}
 
 
 def predict(cell: Cell) -> Prediction:
-    """Return the prediction of a cell: the simulated seconds, and the bytes of the fullest rank.
-    For a pipeline, only its first rank is predicted."""
+    """Return the prediction of a cell: the simulated seconds, and the bytes of the fullest rank. In
+    a pipeline only the first rank is predicted."""
     known: dict[str, Any] = {**identity(cell), "code": code_digest("simulated")}
     known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
     if isinstance(cell.plan, Unsupported):
@@ -47,7 +47,7 @@ def predict(cell: Cell) -> Prediction:
         number, alone = 0, without_neighbours(lowered.program)
         step_s = simulate_chunks(alone, action_seconds(cell.problem, alone)).step_s
     rank = lowered.ranks[number]
-    # The runtime places no activations itself, so every plan needs the reserved bytes.
+    # The runtime leaves all addresses to torch's allocator, so every plan needs the reserved bytes.
     reserved = replayed(lowered.program, number, rank)
     return Prediction(
         status=result.status,
@@ -62,7 +62,7 @@ def predict(cell: Cell) -> Prediction:
 
 
 def identity(cell: Cell) -> dict[str, str]:
-    """Return the digests that a line has if it belongs to this cell with its present plan."""
+    """Return the digests that a line has if it belongs to this cell and its present plan."""
     planned = ""
     if isinstance(cell.plan, Plan) and not isinstance(cell, HandCell):
         planned = plan_hash(cell.problem, cell.plan)
@@ -70,8 +70,8 @@ def identity(cell: Cell) -> dict[str, str]:
 
 
 def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) -> str:
-    """Write predictions and return a line for the user.  The file stays unchanged if its
-    predictions are equal.  Raises CommandError if they differ, unless `anew`."""
+    """Write predictions and return a line for the user. The file stays as it is if its predictions
+    are equal. CommandError if they differ, unless `anew`."""
     if path.exists() and not anew:
         old = {line.cell: line for line in lines_of(path)}
         same = {
@@ -102,8 +102,8 @@ def lines_of(path: Path) -> Sequence[Prediction]:
 
 
 def _with_old_provenance(line: Prediction, old: Prediction) -> Prediction:
-    """The prediction with the older one's provenance, and its seconds where only rounding differs:
-    sums in another order do not change a prediction."""
+    """The prediction with the provenance of `old`, and with its seconds if only rounding differs,
+    because sums in another order do not change a prediction."""
     step_s = line.step_s
     if step_s and old.step_s and math.isclose(step_s, old.step_s, rel_tol=1e-9):
         step_s = old.step_s
@@ -111,8 +111,8 @@ def _with_old_provenance(line: Prediction, old: Prediction) -> Prediction:
 
 
 def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]:
-    """Read the predictions of a file, by cell.  Raises CommandError if a cell has no prediction by
-    the present constants and plans."""
+    """Read the predictions of a file, by cell. CommandError if a cell has no prediction by the
+    present constants and plans."""
     known: dict[str, Prediction] = {line.cell: line for line in lines_of(path)}
     for cell in cells:
         if isinstance(cell, HandCell):
@@ -126,8 +126,9 @@ def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]
 
 
 def stands_for(cell: Cell) -> str:
-    """The name of the cell whose prediction decides whether this cell can start: this cell, or for
-    a step written by hand keep_all (if its means keep less) or full recomputation."""
+    """The name of the cell whose prediction decides whether this cell can start. For a step written
+    by hand it is keep_all, or full recomputation if layers are checkpointed; for others the cell
+    itself."""
     if not isinstance(cell, HandCell):
         return cell.name
     method = IDENTITY if cell.means in ("nothing", "save_on_cpu") else "full_recompute"
@@ -135,8 +136,8 @@ def stands_for(cell: Cell) -> str:
 
 
 def refusal(line: Prediction, cell: Cell) -> str:
-    """The reason why a cell is not started: its prediction does not fit, or the host has too little
-    free memory (save_on_cpu needs the device bytes of keep_all)."""
+    """The reason why a cell is not started: its prediction does not fit, or too little host memory
+    is free (save_on_cpu needs the device bytes of keep_all). Empty if it can start."""
     pinned = max(line.host_bytes, line.pinned_bytes)
     if isinstance(cell, HandCell) and cell.means == "save_on_cpu":
         pinned = line.allocated_bytes

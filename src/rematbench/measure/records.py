@@ -1,4 +1,4 @@
-"""Records of one GPU as JSON lines: predictions, steps by turns, and (of earlier runs) seconds of
+"""Records of one GPU as JSON lines: predictions, steps in turns, and (of earlier runs) seconds of
 actions.
 
 A line is on disk before the next measurement starts, so that a crash loses no line.
@@ -26,12 +26,12 @@ reentrant), and torch.autograd.graph.save_on_cpu with pinned memory."""
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of a committed file of predictions, written before its cell is measured: the seconds
-    of a step and the bytes of the fullest rank.  `run_id` and `plan_hash` are as in a simulated
+    of a step and the bytes of the fullest rank. `run_id` and `plan_hash` are those of a simulated
     record, so that a changed constant or plan is detected; `code` is the digest of the simulator's
     code.
 
-    `pinned_bytes` counts blocks of powers of two, `host_bytes` the tensors in them.  A cell that
-    does not fit has its bytes, and the reason.
+    `pinned_bytes` counts blocks of powers of two, `host_bytes` the tensors in them. A cell that
+    does not fit has its bytes and the reason.
     """
 
     cell: str
@@ -50,9 +50,9 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of the part `searched`: the prediction of a plan that a search of `job` returned for a
-    device of `memory_gib`.  It is row `place` of the answer, counting rows that differ only in
-    settings once (0: no such row).  `beside`: the best plan of the methods that the suite compares
-    with the answer.  `spec` and `method` (the text of the composition) rebuild the cell, whatever a
+    device of `memory_gib`. `place`: its row in the answer, if rows that differ only in settings
+    count once (0: no row). `beside`: it is the best plan of the methods that the suite compares
+    with the answer. `spec` and `method` (the text of the composition) rebuild the cell, whatever a
     later search returns."""
 
     job: str
@@ -64,10 +64,11 @@ class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a cell: `step_s` of its timed steps after a warm-up, seconds in which the host
-    issued each step, the allocators' peaks, and the GPU's state during the warm-up.  `round` and
-    `place` give the order: every cell has one turn in a round, at a random place.  A cell that its
-    prediction refuses has one line in round 0.  A step written by hand has an empty `plan_hash`."""
+    """One turn of a cell: the seconds of its timed steps after a warm-up, the seconds in which the
+    host issued each step, the allocators' peaks, and the GPU's state during the warm-up. `round`
+    and `place` give the order: every cell has one turn in a round, at a random place. A cell that
+    is refused by its prediction has one line in round 0. Steps written by hand have no
+    `plan_hash`."""
 
     cell: str
     run_id: str
@@ -91,9 +92,9 @@ OfCell = TypeVar("OfCell", Turn, "ActionSeconds")
 
 class ActionSeconds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of the actions of one kind in a step of a cell, on their stream, and the seconds that
-    the cost model predicts for them.  `unit`: E (embedding), L (layers), H (head), or none.  The
-    kind STEP is the whole step, whose streams overlap; a cell that failed or
-    was not started has one such line, with the reason."""
+    the cost model predicts for them. `unit`: E (embedding), L (layers), H (head), or empty. The
+    kind STEP is the whole step, whose streams overlap. A cell that failed or was not started has
+    one such line, with the reason."""
 
     cell: str
     unit: str = ""
@@ -110,12 +111,12 @@ class ActionSeconds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def one_line(reason: str) -> str:
-    """A reason on one line of at most 300 characters."""
+    """A reason as one line of at most 300 characters."""
     return " ".join(reason.split())[:300]
 
 
 def append_line(path: Path, line: Struct) -> None:
-    """Append one line and flush it to the disk.  An unfinished last line is removed first."""
+    """Append one line and flush it to the disk. An unfinished last line is removed before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0)
@@ -126,8 +127,8 @@ def append_line(path: Path, line: Struct) -> None:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Read the lines of a file.  Raises RecordError, with the line's number, for a damaged line.
-    An unfinished last line, which a killed process left, is ignored."""
+    """Read the lines of a file. RecordError, with the line's number, for a damaged line. An
+    unfinished last line, which a killed process left, is ignored."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:

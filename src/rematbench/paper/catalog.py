@@ -93,8 +93,8 @@ def arguments(
     target: str,
     overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Path | list[Path]]:
-    """The paths of inputs by name, those of `overrides` in place of the patterns'.  CommandError
-    for a missing path, which names the target."""
+    """The paths of inputs by name; `overrides` has paths that replace those of a pattern.
+    CommandError for a missing path, with the command that makes it."""
     made: dict[str, Path | list[Path]] = {}
     for name, pattern in inputs.items():
         paths = [Path(path) for path in (overrides or {}).get(name) or expanded(pattern, values)]
@@ -199,7 +199,7 @@ def expanded(pattern: str, values: Mapping[str, str]) -> list[str]:
     if not names:
         return [text]
     if len(names) > 1 or names[0] not in VALUES:
-        raise ConfigError("INPUTS", pattern, f"expected one of {', '.join(VALUES)}")
+        raise ConfigError("INPUTS", pattern, f"needs one placeholder, of {', '.join(VALUES)}")
     every = VALUES[names[0]](values.get("suite", PAPER))
     return [text.replace(f"{{{names[0]}}}", value) for value in every]
 
@@ -222,7 +222,7 @@ def sheets() -> dict[str, list[dict[str, str]]]:
 
 @cache
 def matrix_parts() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The parts in which the matrix is computed: a model with half of the lengths each."""
+    """The parts in which the matrix is computed; each has a model and half of the lengths."""
     spec = load_matrix(Path("config/paper.yaml"))
     half = len(spec.seq_lens) // 2
     halves = {"short": spec.seq_lens[:half], "long": spec.seq_lens[half:]}

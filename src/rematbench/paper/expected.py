@@ -20,8 +20,8 @@ NOTHING = 1e-12
 """Absolute tolerance: the rounding error of a difference of two equal shares."""
 
 ROUNDING = 1e-9
-"""Largest difference between two searches with the same answer, which may add in another order:
-relative for seconds, absolute for shares."""
+"""Largest difference between two searches with the same answer, because they may add numbers in
+different orders: relative for seconds, absolute for shares."""
 
 
 METHOD_COLUMNS = ("arm", "label", "any_name")
@@ -104,8 +104,8 @@ def load_artifact() -> Artifact:
 
 
 class Pair(NamedTuple):
-    """A table as it was made here, and as it is expected; None if there is no such file.  Rows that
-    name a method of the user are left out; `yours` is their number."""
+    """A table as made here (`ours`) and as expected (`theirs`); None if there is no such file.
+    `yours`: the number of rows left out because they name a method of the user."""
 
     ours: Cells | None
     theirs: Cells | None
@@ -138,8 +138,8 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
 
 
 def pair_of(ours: Cells | None, theirs: Cells | None) -> Pair:
-    """Both tables without the rows that name a method which no expected row names, and without such
-    a name among ties."""
+    """Both tables without the rows of a method that no expected row names. Such a method is also
+    removed from the ties."""
     if not ours or not theirs or ours[0] != theirs[0]:
         return Pair(ours, theirs)
     columns = [index for index, column in enumerate(ours[0]) if column in METHOD_COLUMNS]

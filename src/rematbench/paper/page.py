@@ -29,9 +29,9 @@ GPUS = ("H800", "A800", "A100", "H100", "H200")
 GPU_NAME = re.compile(r"^NVIDIA ")
 """The maker's name in front of the GPU's name."""
 NOTABLE = 3
-"""Percent of a step's seconds; gains of less than this are not counted in words."""
+"""Gains below this percentage of a step's seconds are not counted in the text."""
 DEVICE = re.compile(r'"device": ?"NVIDIA (\w+)')
-"""The GPU of a record, by the name that its driver gives."""
+"""The GPU's name in a record, as its driver reports it."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

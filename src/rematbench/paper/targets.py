@@ -1,8 +1,8 @@
 """The targets of the workflow: what is made, from what, and by which code.
 
-`rematbench make TARGET` makes one from inputs that are there, and Snakemake has a rule for each
-(workflows/targets.smk), which also makes the inputs.  A digest of the code behind a target is a
-parameter of its rule, so that an edit reruns what it touches and nothing else.
+`rematbench make TARGET` makes one target from inputs that exist. Snakemake has a rule for each
+target (workflows/targets.smk), which also makes the inputs. A digest of the code behind a target is
+a parameter of its rule, so that an edit reruns what it touches and nothing else.
 """
 
 import importlib
@@ -43,12 +43,13 @@ def _nothing(_: Values) -> tuple[str, ...]:
 class Target(Struct, frozen=True, kw_only=True):
     """One target.
 
-    `outputs`: patterns of its files, all with the same placeholders.  `inputs`: a pattern for each
-    argument of `build`, as in catalog.py.  `module`: the module whose `build(output, values,
-    **inputs)` writes the first output and returns a line on it; of a table file, the file itself.
+    `outputs`: patterns of its files, all with the same placeholders. `inputs`: a pattern for each
+    argument of `build`, as in catalog.py. `module`: the module whose `build(output, values,
+    **inputs)` writes the first output and returns a line about it, or the module of a table file.
     `reads`: patterns of the files that the code opens by itself, method files among them.
-    `content`: what the target depends on besides files.  `derived`: further values.  `simulates`:
-    whether the job may run on another machine.  `folder`: whether the output is a folder.
+    `content`: a value whose change makes the target due, besides the files. `derived`: further
+    values of placeholders. `simulates`: whether the job may run on another machine. `folder`:
+    whether the output is a folder.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Target(Struct, frozen=True, kw_only=True):
         return f"{module_digest(self.module, methods)} {facts()} {self.content(values)}"
 
     def make(self, values: Values) -> str:
-        """Make the target and return a line on it.  CommandError for a missing input."""
+        """Make the target and return a line about it. CommandError for a missing input."""
         output = self.outputs[0].format(**values)
         if self.table is not None:
             suite, folder = values.get("suite", catalog.PAPER), Path(output).parent
@@ -99,7 +100,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 @cache
 def facts() -> str:
-    """The digest of models, clusters, stacks and constants."""
+    """The digest of the files of models, clusters, stacks and constants."""
     return digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 
 
@@ -108,14 +109,13 @@ def _method_files(values: Values) -> list[str]:
 
 
 def _study_methods(values: Values) -> list[str]:
-    """The files of the methods in a study's questions."""
     questions = load_study(Path(f"config/study/{values['study']}.yaml")).questions
     names = {m.method for question in questions for m in question.methods}
     return _files_of({part for name in names for part in name.split("+")})
 
 
 def _files_of(names: Iterable[str]) -> list[str]:
-    """The files of methods, relative to the checkout; none of methods from elsewhere."""
+    """The files of the methods that lie in the checkout, relative to it."""
     origins = {Path(_registry().methods[name].origin) for name in names}
     here = Path.cwd()
     return sorted(str(path.relative_to(here)) for path in origins if path.is_relative_to(here))
@@ -140,7 +140,6 @@ def _looked_into(values: Values) -> Values:
 
 
 def _part(values: Values) -> Values:
-    """The model and the lengths of a part of the matrix."""
     model, lengths = catalog.matrix_parts()[values["part"]]
     return {"model": model, "seq_lens": " ".join(map(str, lengths))}
 

@@ -44,7 +44,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
 
 
 def entry_of(path: Path) -> MethodEntry:
-    """The method of one file, without planning; MethodError if the file cannot be loaded."""
+    """The method that one file defines; no plan is made. MethodError if the file cannot be
+    loaded."""
     if not path.is_file():
         raise MethodError(f"no file {path}")
     methods: dict[str, MethodEntry] = {}

@@ -74,7 +74,7 @@ class MethodEntry(Struct, frozen=True):
 
     @property
     def claim(self) -> str:
-        """The first line of the docstring."""
+        """The first line of the method's docstring."""
         return self.doc.strip().splitlines()[0] if self.doc.strip() else ""
 
     @property
@@ -159,7 +159,7 @@ class Composition(Struct, frozen=True):
 
 
 def changed_settings(method: Method) -> dict[str, str]:
-    """The non-default settings of a method, as words of a method's text."""
+    """The non-default settings of a method, as they are written in a method's text."""
     kind = type(method)
     assert issubclass(kind, Struct)
     values, defaults = (
@@ -219,7 +219,7 @@ class Registry(Struct, frozen=True):
     packages: Callable[[], Mapping[str, MethodEntry]] = dict
 
     def has_planner(self, names: Iterable[str]) -> bool:
-        """Whether any of some methods is a planner."""
+        """Whether any of the named methods is a planner."""
         return any(self.entry(name).planner for name in names)
 
     def resolve(

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
+from typing import Literal
 
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -18,8 +19,9 @@ from rematbench.engine.lowering.blocks.fates import (
     resolve,
 )
 from rematbench.engine.lowering.lower import rank_orders
+from rematbench.engine.lowering.plan_checks import shares_refusal
 from rematbench.engine.lowering.rank_steps import pass_kinds
-from rematbench.plan import Fate, Phase, Plan, Rule, Select
+from rematbench.plan import Fate, Phase, Plan, Rule, Select, Share, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.search import smallest_feasible
 
@@ -36,8 +38,8 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that the plan offloads or rebuilds in part at some site,
-    which pieces of mini-sequences cannot be."""
+    """The saved activations of a part that the plan offloads or rebuilds in part at some site.
+    Mini-sequences cannot do so with a piece."""
     return _activations(problem, plan, part, _parted)
 
 
@@ -59,8 +61,8 @@ def _activations(
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The name of a layer's activation whose fate in `base` the `plan` overrides; empty if there is
-    none; "rules" if `plan` changes the rules of its base.  Embedding and head are exempt, because
+    """The name of a layer's activation whose fate in `base` the `plan` overrides; "rules" if `plan`
+    changes the rules of its base; empty if it does neither. Embedding and head are exempt, because
     pieces of the head rebuild the loss on every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
@@ -87,8 +89,8 @@ def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
-    """The base with those of the rules that match a site.  A rule that matches none is an error in
-    lowering, but the base may keep the rule's activations nowhere."""
+    """The base with those of the rules that match a site. A rule without a matching site is an
+    error in lowering, but here it means that the base keeps none of the rule's activations."""
     plan = base.with_rules(*rules)
     if not base.rules:
         return plan
@@ -102,6 +104,16 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 def rule_of(names: tuple[str, ...], fate: Fate, layers: tuple[int, ...] | None = None) -> Rule:
     """The rule that gives kept activations of these names a fate, in `layers` (None: in all)."""
     return Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
+
+
+def sharing_inputs(
+    problem: Problem, plan: Plan, layers: tuple[int, ...], home: Literal["device", "host"]
+) -> Plan | Unsupported:
+    """The plan whose tensor-parallel ranks share out the kept inputs of `layers` (empty: all)."""
+    share = Share(problem.layout.tp, home)
+    made = plan.with_rules(rule_of(("layer_input",), share, layers or None))
+    refused = shares_refusal(made, problem.layout)
+    return Unsupported(refused) if refused else made
 
 
 def smallest_fitting(problem: Problem, at: Callable[[int], Plan], top: int) -> int | None:

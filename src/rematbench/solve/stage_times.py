@@ -56,9 +56,9 @@ def counts_of(plan: Plan) -> tuple[int, ...]:
 
 
 class StageTimes:
-    """(rank, layers) -> seconds of one micro-batch.  The peak at another number of layers is
-    extrapolated from the base's ledger peaks: each further layer adds its states and its inputs in
-    flight."""
+    """The seconds of one micro-batch on a stage, as a function of (rank, number of layers). The
+    peak at another number of layers is extrapolated from the base's ledger peaks: each further
+    layer adds its states and its inputs in flight."""
 
     def __init__(self, relocation: Relocation) -> None:
         problem, base = relocation.problem, relocation.base

@@ -11,16 +11,14 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import smallest_fitting
 
 
-def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None = None) -> str:
-    """Why a base's optimizer states cannot be placed in pieces; empty if they can.  `host`: whether
-    the CPU must update some of them; `pieces`: the pieces, if they may start early."""
+def refusal(problem: Problem, base: Plan, pieces: Pieces | None = None) -> str:
+    """Why a base's optimizer states cannot be placed in pieces; empty if they can.  `pieces`: the
+    pieces, if they may start early."""
     optimizer = base.state("optimizer")
     if optimizer.home == "host" or optimizer.pieces is not None:
         return "the base already places the optimizer's states"
     if optimizer.update == "backward":
         return "the base updates in the backward, which leaves no states to place"
-    if host and problem.cluster.host_update_parameters_per_s is None:
-        return f"cluster {problem.cluster.name} has no host_update_parameters_per_s"
     return too_early(base, problem, pieces) if pieces else ""
 
 

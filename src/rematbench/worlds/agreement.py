@@ -1,7 +1,8 @@
-"""Losses and gradient norms of three engines on the same weights and batches.
+"""Losses and gradient norms of three engines (our executor, Megatron-core, DeepSpeed) that train
+the same weights on the same batches.
 
-Layouts differ only in their degrees and in what ZeRO shards.  All runs have one batch and one seed,
-so every row is compared with the executor's first row of the same precision.
+Rows differ in the degrees of the layout, in what ZeRO shards and in settings of the policy. Batch
+and seed are the same, so every row is compared with the executor's first row of the same precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,8 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
 class Row(NamedTuple):
-    """One run of an engine: its name in the table, fields of its layout, settings of its policy."""
+    """One run of an engine: its name in the table, and the fields of its layout and the settings of
+    its policy that differ from the defaults."""
 
     name: str
     layout: dict[str, Any]
@@ -81,16 +83,16 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
 
 
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
-    """Yield the records of every engine in every precision, with their file names (no suffix), as
-    soon as an engine has ended.  On CUDA all rows run at the same time.  This needs torch and the
-    packages.  On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without
-    records raises its BaselineError, on CUDA after the records of the other engines."""
+    """Yield (file name without suffix, record) for every engine and precision as soon as the run
+    has ended. torch and the packages must be installed. On CUDA all rows run at the same time,
+    except rows that need more than `gpus` GPUs, which are left out. BaselineError if an engine
+    gives no record; on CUDA it comes after the records of the other engines."""
     if device == "cpu":
         for precision in PRECISIONS:
             for engine, rows in ROWS.items():
                 yield from _engine(engine, precision, rows, device).items()
         return
-    discover()  # the threads need the methods
+    discover()  # both are loaded once, before the threads read them
     baselines()
     asked = [
         (engine, precision, [row], device)
@@ -136,9 +138,9 @@ def record_name(engine: str, row: Row, precision: Precision) -> str:
 
 
 def disagreements(records: dict[str, Record]) -> dict[str, str]:
-    """The reason why each record disagrees with the executor's record of the same precision, by
-    record name: the status is not ok, or the first loss or the first norm of the whole gradient is
-    beyond the bound.  KeyError if the executor's record is missing."""
+    """The reason why a record disagrees with the executor's record of the same precision, by record
+    name: its status is not ok, or its first loss or the norm of its first whole gradient differs by
+    more than the bound. KeyError if the executor's record is missing."""
     wrong = {}
     for precision in PRECISIONS:
         base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].measured
@@ -152,8 +154,8 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
             loss, norm = seen.first_errors(base)
             bound = BOUNDS[precision]
             if not (loss <= bound and norm <= bound):
-                apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
-                wrong[name] = f"{apart} apart, {bound:g} allowed"
+                apart = f"loss by {loss:.1e}, gradient norm by {norm:.1e}"
+                wrong[name] = f"differs from the executor: {apart} (bound {bound:g})"
     return wrong
 
 

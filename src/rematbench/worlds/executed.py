@@ -77,8 +77,8 @@ def run(
 
 
 def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
-    """The record of a new run of an executed record, in processes of this machine.  The run has the
-    same number of steps and is compared with the method that the record names."""
+    """Execute the cell of a record again, in processes of this machine, and return the new record.
+    The run has the same number of steps and is compared with the method that the record names."""
     found = record.measured or Measured()
     against = found.comparison.against if found.comparison else ""
     how = How(
@@ -131,8 +131,7 @@ def _keep_all(cell: Cell) -> Cell:
 
 
 def _case(cell: Cell, how: How) -> "Case":
-    """The case that torch runs.  The plan is lowered here, so a PlanError comes before any process
-    starts."""
+    """The case that torch runs. It lowers the plan, so a PlanError comes before processes start."""
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.parameters import LINEAR, AdamW  # noqa: PLC0415
 
@@ -196,7 +195,6 @@ def _strictly(
 def _outcome(
     cell: Cell, result: "Result | None", reference: "Result | None", against: str
 ) -> tuple[Status, str, Measured | None]:
-    """The status, reason and numbers of a cell, compared with `reference` if given."""
     if isinstance(cell.plan, Unsupported):
         return "unsupported", cell.plan.reason, None
     assert result is not None

@@ -20,14 +20,14 @@ LIMIT_S = 600.0
 def run(
     problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
 ) -> Record:
-    """The record of a baseline's job on a problem (`options`: fields of a Job)."""
+    """Run a baseline's job on a problem and return its record (`options`: fields of PackageJob)."""
     made = job(problem, method, world, **{"timeout_s": LIMIT_S, **options})
     (record,) = run_jobs(method.name, [made])
     return record
 
 
 def rerun(record: Record) -> Record:
-    """The record of a new run of a baseline's record.  The job is made from the record alone."""
+    """Run the job of a baseline's record, made from the record alone, and return the new record."""
     seen, engine = record.measured or Measured(), record.engine
     asked = PackageJob(
         run=record.spec,
@@ -43,8 +43,8 @@ def rerun(record: Record) -> Record:
 
 
 def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | None) -> Record:
-    """The record of a trace of the first rank of the pipeline rank `stage` (None: the pipeline rank
-    with the largest simulated peak under the baseline's plan)."""
+    """Trace the first rank of the pipeline rank `stage` (None: the pipeline rank with the largest
+    simulated peak under the baseline's plan) and return the record."""
     if stage is None:
         plan = method.plan(problem, base)
         stage = 0 if isinstance(plan, Unsupported) else fullest(problem, plan)

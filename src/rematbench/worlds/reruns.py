@@ -1,13 +1,12 @@
-"""Whether a new run of a committed record gives the committed numbers, for our executor and for
-baselines.
+"""Whether a new run of a committed record gives the committed numbers, for our executor, our
+simulator and the baselines.
 
 Fields that depend only on shapes, plans and versions must be equal: status, plan, kernels, all
 counts and bytes of every rank, and all numbers of a simulated run. Losses and gradient norms must
 agree within a bound on rounding, because different CPUs add in different orders. Of fp32 and bf16
 runs only the first step's gradient norms are compared, because AdamW amplifies rounding in later
-steps. The verdict *lossless* must be equal. Dates, hosts and seconds are not compared, nor are
-peaks of a package's ranks that communicate over gloo, whose threads may hold a collective's buffer
-for a moment.
+steps. The verdict *lossless* must be equal. Dates, hosts and seconds are not compared. Neither are
+peaks of a package's ranks that communicate over gloo, whose threads hold buffers for a moment.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from rematbench.worlds.records.suite_cells import Cell
 OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
 """Fields of a rank that depend on what else ran on the GPU."""
 OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
-"""Fields of a rank that depend on gloo's threads, where a package's ranks exchange over gloo."""
+"""Fields of a rank that vary over gloo, whose threads hold a package's buffers for a moment."""
 SIMULATED = (
     *("status", "reason", "plan_hash"),
     *("repeats", "headroom_bytes", "host_headroom_bytes", "binds"),
@@ -41,8 +40,7 @@ COMPARED = ("against", "bound", "lossless")
 
 def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
     """Return the record of a new run of a record file's job, and its differences from the file's
-    record.  `rerun` makes the new record from (name, record): it runs the job, or reads an earlier
-    new record."""
+    record. `rerun` makes the new record from (name, record), or reads an earlier one."""
     old = read_record(path)
     new = rerun(path.stem, old)
     return new, differences(new, old)
@@ -107,8 +105,8 @@ def _difference(now: object, then: object) -> str:
 
 
 def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
-    """The record of a new run.  `cell_of` makes the record's cell if our executor or simulator runs
-    it.  RecordError for a published record."""
+    """Run a record's request again and return the new record. `cell_of` makes the cell if our
+    executor or simulator runs the request. RecordError for a published record."""
     if record.spec.method in baselines():
         return package.rerun(record)
     if record.world == "published":

@@ -1,6 +1,5 @@
-"""Records of runs: measured numbers of the torch runtime with the numbers of the ledger, and
-records of ranks that torchrun or srun started, with the error of the rank that failed first.
-"""
+"""Records of runs: measured numbers of the torch runtime beside the ledger's numbers, and records
+of ranks that torchrun or srun started, with the error of the rank that failed first."""
 
 import time
 from pathlib import Path
@@ -57,9 +56,9 @@ RUNTIME_FIELDS = (
     *("fused_loss", "loss_in_place", "loss_keeps_logits"),
     *("dummy_gradients", "fresh_gradients"),
 )
-"""Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
-each state, tensors inside the loss and the optimizer step, and buffers in place of gradients.  The
-runtime saves the activations of the problem's stack."""
+"""Fields of a problem's stack that the torch runtime replaces by those of its own stack: bytes of
+an element of each state, tensors inside the loss and the optimizer step, and buffers in place of
+gradients. The activations stay those of the problem's stack."""
 
 
 def as_executed(problem: Problem) -> Problem:
@@ -73,8 +72,8 @@ def as_executed(problem: Problem) -> Problem:
 
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes of activations in all processes of the pipeline rank with the largest ledger peak
-    (device or host).  These processes are alike and reach their peak at the same time."""
+    """Bytes of activations of all processes of the pipeline rank whose ledger peak is largest (on
+    the device or the host). These processes reach their peak at the same time."""
     stages = program_bytes(problem, plan, lower(plan, problem))
     peak = max(max(stage.activation_peak, stage.host_activation_peak) for stage in stages)
     return peak * (problem.layout.gpus // len(stages))
@@ -135,8 +134,8 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
 
 
 def compared(problem: Problem, result: "Result", reference: "Result", against: str) -> Comparison:
-    """The errors of a run's losses and gradients relative to `reference`, which the method
-    `against` ran on the same batches."""
+    """The errors of a run's losses and gradients relative to `reference`, a run of the method named
+    `against` on the same batches."""
     pairs = list(zip(result.gradients, reference.gradients, strict=True))
     zero = without_gradient(problem.workload.model)
     errors = [norm_error(got, want, zero) for got, want in pairs]
@@ -153,9 +152,9 @@ def compared(problem: Problem, result: "Result", reference: "Result", against: s
 
 
 def without_gradient(model: Model) -> frozenset[str]:
-    """Names of parameters whose exact gradient is zero, so that a computed gradient is rounding.
-    Without RoPE, the bias of the keys adds the same number to all scores of a query, which softmax
-    cancels."""
+    """Names of parameters whose exact gradient is zero, so that a computed gradient is only
+    rounding. Without RoPE, the bias of the keys adds the same number to all scores of a query, and
+    softmax cancels this number."""
     if not model.qkv_bias or model.position == "rope":
         return frozenset()
     return frozenset(f"layers.{layer}.k.bias" for layer in range(model.num_layers))
@@ -164,9 +163,9 @@ def without_gradient(model: Model) -> frozenset[str]:
 def norm_error(
     got: dict[str, Any], want: dict[str, Any], zero: frozenset[str] = frozenset()
 ) -> float:
-    """The largest norm-wise relative error of a parameter's gradient, except of parameters in
-    `zero`.  The norm in the denominator is at least 1e-6 of the largest gradient norm: a smaller
-    gradient counts as rounding."""
+    """The largest norm-wise relative error of any parameter's gradient, except those in `zero`. The
+    denominator is at least 1e-6 of the largest gradient norm, because smaller ones are mostly
+    rounding."""
     norms = {name: float(gradient.norm()) for name, gradient in want.items() if name not in zero}
     floor = 1e-6 * max(norms.values())
     return largest(
@@ -183,8 +182,7 @@ def measured_record(
     outcome: tuple[Status, str, Measured | None],
     origin: dict[str, str | tuple[int, ...]],
 ) -> Record:
-    """The record of a cell in the traced or executed world; `origin` adds fields to its
-    provenance."""
+    """The record of a traced or executed cell; `origin`: more fields of its provenance."""
     spec = run_spec(cell.problem, cell.method, world, cell.base)
     status, reason, measured = outcome
     plan = cell.plan if isinstance(cell.plan, Plan) else None

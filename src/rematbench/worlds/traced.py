@@ -12,12 +12,12 @@ from rematbench.worlds.run_records import measured_ranks, measured_record
 
 
 def rerun(record: Record, cell: Cell) -> Record:
-    """The record of a new trace of the pipeline rank that a traced record names."""
+    """Trace the pipeline rank of a traced record again and return the new record."""
     return run(cell, record.measured.ranks[0].pp if record.measured else None)
 
 
 def run(cell: Cell, stage: int | None = None) -> Record:
-    """The record of a trace of the pipeline rank `stage` (None: the rank with the largest simulated
+    """The record of a trace of the pipeline rank `stage` (None: the one with the largest simulated
     peak)."""
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.rank_model import NotExecutable  # noqa: PLC0415

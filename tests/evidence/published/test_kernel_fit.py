@@ -131,7 +131,7 @@ def test_a_share_needs_rows_or_a_sourced_value() -> None:
     with pytest.raises(KernelError, match="neither rows nor value"):
         fit_share(DECLARED, "hopper", ShareRows(value=0.5), USED)
     nothing = ShareRows(match=Match(what=("memcpy_h2d",), gpu=("no such GPU",)))
-    with pytest.raises(KernelError, match="no row for"):
+    with pytest.raises(KernelError, match="no row matches"):
         fit_share(DECLARED, "hopper", nothing, USED)
 
 

@@ -12,9 +12,11 @@ from tests.predicted import predicted, published
 from tests.problems import all_methods
 from tests.tables import tables
 
+TABLES = tables(__file__)
+
 LAYOUT = "layout not published"
 RECOMPUTATION = "recomputation not published"
-ROWS: dict[str, dict[str, int]] = tables(__file__)["rows"]
+ROWS: dict[str, dict[str, int]] = TABLES["rows"]
 """The rows of each sheet that are read, and the columns that refuse the others."""
 MOE = {
     "bf16": {"read": 79, "offload": 7, LAYOUT: 3, RECOMPUTATION: 4},
@@ -82,13 +84,7 @@ def test_one_predictor_has_what_a_row_prints() -> None:
     assert other["pred_step_s"] == found["pred_step_s"]
 
 
-@pytest.mark.parametrize(
-    ("word", "method", "vpp"),
-    [
-        *(("ZB1P", "zb-h1", 1), ("zb-h2", "zb-h2", 1), ("ZBV", "zb-v", 2), ("v-min", "v-min", 2)),
-        *(("vocab-1 (two barriers)", "vocab-1", 1), ("Interlaced", "interlaced", 1)),
-    ],
-)
+@pytest.mark.parametrize(("word", "method", "vpp"), TABLES["schedules"])
 def test_words_of_schedules(word: str, method: str, vpp: int) -> None:
     row = {**committed("pipeline_vocabulary.csv")[0], "schedule": word}
     case = read_case(row, all_methods())

@@ -12,6 +12,7 @@ from rematbench.host.console import CommandError
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.torch import rank_processes
 from tests.method_files import method_file
+from tests.tables import tables
 from tests.typed import typed
 
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
@@ -97,14 +98,7 @@ def test_a_model_with_experts_is_lossless(tmp_path: Path) -> None:
     assert all(rank.recompute_flop > 0 for rank in read_record(out).measured.ranks)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--model", "gemma-2-9b", "--gpus", "2", "--pp", "2"), "soft caps"),
-        (("--model", "tiny-llama", "--precision", "fp16", "--gpus", "1"), "fp16"),
-        (("--model", "tiny-llama", "--gpus", "8", "--tp", "8"), "KV heads"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_before_any_process(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

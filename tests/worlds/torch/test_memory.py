@@ -56,7 +56,7 @@ def test_a_dense_update_of_an_untouched_table_is_printed() -> None:
 
 
 def test_what_is_not_modelled_says_the_tables_values() -> None:
-    with pytest.raises(LayoutError, match=r"tp or pp above 1; the table has .* B values"):
+    with pytest.raises(LayoutError, match=r"tp or pp above 1; the table has .* billion values"):
         given(LLAMA, tp=2)
 
 

@@ -1,9 +1,12 @@
 """Twin law and gradients, two processes: one launch; the fast share (all of it: test_grid.py)."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from rematbench.plan import Share
+from tests.problems import by_layer, rule
 from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TINY_GPT
@@ -11,7 +14,18 @@ from tests.worlds.torch.cases import TINY_GPT
 LAYOUTS = ("tp2", "cp2", "ulysses2", "dp2", "pp2")
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
 """On LAYOUTS in the quick run; test_one.py has every method on one process."""
+
+
+def shared(home: Literal["device", "host"]) -> cases.Case:
+    """Full recomputation from inputs of which each tensor-parallel rank keeps its rows."""
+    made = cases.case("tp2-no-sp", "full")
+    plan = made.plan.with_rules(rule(Share(2, home), "layer_input"))
+    return replace(made, plan=by_layer(plan) if home == "host" else plan)
+
+
 VARIANTS = {
+    "shared inputs full": shared("device"),
+    "shared inputs offload": shared("host"),
     "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
     "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
     "ends without layers full": cases.case("pp2-vpp2-ends", "full"),

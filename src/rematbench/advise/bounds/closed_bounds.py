@@ -54,7 +54,7 @@ class Total:
 
     @cached_property
     def kept_bytes(self) -> Array:
-        """Device bytes between forward and backward."""
+        """Device bytes that the chunks keep between forward and backward."""
         return self._at(self.base.kept_bytes, self.slope.kept_bytes)
 
     @cached_property
@@ -64,7 +64,7 @@ class Total:
 
     @cached_property
     def host_bytes(self) -> Array:
-        """Bytes in host memory."""
+        """Bytes that the chunks keep in host memory."""
         return self._at(self.base.host_bytes, self.slope.host_bytes)
 
     @cached_property
@@ -132,8 +132,8 @@ def step_bound(
 
 
 class Waiting(NamedTuple):
-    """Bytes of a pass of the model's last chunk if its backward does not follow at once: bytes kept
-    on the device, and bytes copied to the host."""
+    """The bytes that each pass of the model's last chunk holds if its backward does not follow at
+    once: bytes kept on the device, and bytes copied to the host."""
 
     kept_bytes: Any
     copied_bytes: Any
@@ -147,12 +147,11 @@ def peak_bound(
     columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting | None = None
 ) -> Array:
     """Lower bound of each layout's device bytes: the largest of the first, second and last rank's
-    bytes, during the pass that brings the most passes in flight and the backward after it.  The
+    bytes, during the pass that brings the most passes in flight and the backward after it. The
     device holds the copied tensors of a forward until `moves` releases them, and staging pools.
-    Pools of whole chunks exist if there is a second micro-batch.  Pools of layers have as many
-    slots as the fewest layers use, but with one micro-batch a pipeline's last layers of a chunk
-    stay in them.  `waiting`: the model's last chunk if all its passes are in flight at once; None:
-    it keeps no less than the smallest other chunk."""
+    Pools of whole chunks count from two micro-batches on; pools of layers count if a chunk fills
+    all slots that a probe's chunk fills. `waiting`: the last chunk's bytes in layouts that have all
+    its passes in flight at once (None: they are no less than those of the smallest other chunk)."""
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
@@ -205,8 +204,9 @@ def peak_bound(
 
 
 def _of_last(columns: Columns, kept: Any, waiting: Any, floor: Array) -> tuple[Array, Array]:
-    """Bytes that a pass of the model's last chunk keeps, and by how much those of all its other
-    passes exceed `floor`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
+    """Bytes that a pass of the model's last chunk keeps, and the bytes by which all its other
+    passes exceed `floor` (0 where they do not wait). `kept`: bytes by its probe; `waiting`: bytes
+    where it waits."""
     c = columns
     if not c.waits.any():
         return kept, 0.0 * c.count
@@ -215,14 +215,15 @@ def _of_last(columns: Columns, kept: Any, waiting: Any, floor: Array) -> tuple[A
 
 
 def _still(facts: Facts) -> bool:
-    """Whether no device bytes wait for a copy, and staging pools hold none."""
+    """Whether no device bytes are freed by copies to the host, and staging pools are empty."""
     costs = [cost for line in facts for cost in (line.base, line.slope)]
     numbers = [number for cost in costs for number in (cost.released_bytes, cost.pool_bytes)]
     return not any(isinstance(number, np.ndarray) or number for number in numbers)
 
 
 def _fills_slots(columns: Columns, chunk: Total) -> NDArray[np.bool_]:
-    """Whether a chunk's layers use the slots of a probe's chunk."""
+    """Whether a chunk fills at least the pool slots that a probe's chunk fills: it has no fewer
+    layers, and there is a second micro-batch or only one rank."""
     known: NDArray[np.bool_] = (chunk.more >= 0) & ((columns.count > 1) | (columns.pp == 1))
     return known
 

@@ -68,10 +68,6 @@ class Columns:
             self._layers_of[stage] = np.array(fewest)
         return self._layers_of[stage]
 
-    @cached_property
-    def ranks_of_stage(self) -> NDArray[np.int64]:
-        return np.array([lay.tp * lay.cp * lay.dp for lay in self.layouts])
-
     def in_flight_at(self, stage: int) -> NDArray[np.int64]:
         """The most passes in flight of the rank `stage`; of the last rank if there is no such
         rank."""
@@ -82,16 +78,17 @@ class Columns:
 
     @cached_property
     def nodes(self) -> tuple[dict[int, NDArray[np.int64]], ...]:
-        """Passes in flight of all ranks of the first node, and of the first node without the first
-        stage, by the stages there."""
-        node, ranks = self.gpus_per_node, self.ranks_of_stage
+        """The passes in flight, summed over the GPUs of a stage on one node, by stage: on the first
+        node, and on the first node that has no rank of the first stage."""
+        ranks = np.array([lay.tp * lay.cp * lay.dp for lay in self.layouts])
+        node = self.gpus_per_node
         found: list[dict[int, NDArray[np.int64]]] = []
         for begun in (0 * ranks, -(-ranks // node) * node):  # this many ranks come before the node
             found.append({})
             for stage in range(2 + 2 * node // int(ranks.min())):
                 end = np.minimum((stage + 1) * ranks, begun + node)
                 here = np.maximum(0, end - np.maximum(stage * ranks, begun))
-                # Of several stages the last may keep everything on the device.
+                # The last stage of a pipeline may keep everything on the device.
                 here = np.where((stage > 0) & (stage >= self.pp - 1), 0, here)
                 if here.any():
                     found[-1][stage] = here * self.in_flight_at(stage)
@@ -123,7 +120,8 @@ class Columns:
         found = []
         for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
             others = self.in_flight[rank] - 1
-            since = np.where(self.vpp == 1, others, 2 * after)  # counts forwards after its own
+            # Forwards since that of the pass whose copies come back first.
+            since = np.where(self.vpp == 1, others, 2 * after)
             since = np.where(self.waits, self.pp - 1, since)
             own = (since >= 1) & (since <= release_lag)
             found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
@@ -241,7 +239,6 @@ def _comes_later(fate: StateFate, layout: Layout, problem: Problem) -> bool:
 
 
 def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
-    """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
     return [
         (1 << 60 if _comes_later(fate, layout, problem) else layout.expert_shards)
@@ -275,8 +272,8 @@ class Bounds:
 
 
 class Wider(NamedTuple):
-    """Seconds by which a forward and a backward of all chunks exceed their lines, on the first
-    rank, on the inner rank that bounds the step most, and on the last rank."""
+    """Seconds by which a forward and a backward of all chunks exceed the lines of probes, on the
+    first rank, on the inner rank that bounds the step most, and on the last rank."""
 
     first: Any = 0.0
     inner: Any = 0.0
@@ -289,8 +286,9 @@ AS_PROBED = Wider()
 
 class Short(NamedTuple):
     """Lower bounds of the bytes that each layout lacks (negative: free bytes), on a device and in a
-    node's host memory, at each step of a candidate's share: arrays [steps, layouts].  `falls`: by
-    layout, the fewest bytes lacked and whether they are host bytes, if no step fits; else None."""
+    node's host memory, at each step of a candidate's share: arrays [steps, layouts]. `falls`: for a
+    layout where no step fits, the fewest bytes that it lacks and whether they are host bytes; None
+    for the other layouts."""
 
     device: Array
     host: Array

@@ -18,7 +18,7 @@ from rematbench.advise.bounds.closed_bounds import (
     step_bound,
 )
 from rematbench.advise.bounds.columns import AS_PROBED, Array, Bounds, Short
-from rematbench.advise.bounds.layout_group import LayoutGroup
+from rematbench.advise.bounds.layout_group import EXCHANGING, LayoutGroup, layer_cost
 from rematbench.advise.bounds.lines import (
     Facts,
     Line,
@@ -79,9 +79,9 @@ Number = TypeVar("Number", np.float64, np.bool_)
 
 
 class GroupBounds(LayoutGroup):
-    """Lower bounds of the layouts of a group under every candidate of its registry, from probes,
-    and the trials of its layouts.  `evaluator`: keeps lowered plans for searches on other clusters
-    (None: there are none). `programs`: programs of probes, which groups share."""
+    """Lower bounds for each layout of a group and each candidate of its registry, from probes, and
+    the trials of its layouts. `evaluator`: keeps lowered plans for searches on other clusters
+    (None: no such search follows). `programs`: programs of probes, which groups share."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class GroupBounds(LayoutGroup):
         return self._asked(self._probes, _at_end(candidate, pieces), self.prober)
 
     def floors(self, candidate: Candidate) -> tuple[Facts, Facts] | Refused:
-        """The floors at both ends of a candidate's share; two equal ones for a candidate without a
-        share."""
+        """The lines of stored bytes (`Prober.floor`) at both ends of a candidate's share; two equal
+        ones for a candidate without a share."""
         return _both_ends(candidate, self._floor)
 
     def _floor(self, candidate: Candidate) -> Facts | Refused:
@@ -146,7 +146,7 @@ class GroupBounds(LayoutGroup):
         text: str,
         ask: Callable[[Composition], Reply | Refused],
     ) -> Reply | Refused:
-        """What `ask` returns for the method `text`, which is computed once."""
+        """The reply of `ask` for the method `text`, which is computed once."""
         if text not in known:
             try:
                 known[text] = ask(self.registry.resolve(text, None, self.problem))
@@ -163,9 +163,8 @@ class GroupBounds(LayoutGroup):
     def stored(
         self, candidate: Candidate, ends: tuple[Facts, Facts]
     ) -> tuple[Facts, NDArray[np.float64]]:
-        """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
-        fewest host bytes of a node, [steps of the share, layouts]. `ends`: the facts at both ends
-        of the share."""
+        """A candidate's facts at the shares of the shortest chunks, and the fewest host bytes of a
+        node, [steps of the share, layouts]. `ends`: the facts at both ends of the share."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
         host_bytes = host_bound(self.columns, quick)
@@ -178,8 +177,8 @@ class GroupBounds(LayoutGroup):
         return np.broadcast_to(values, (self.steps(candidate), len(self.choices)))
 
     def rounding_bytes(self, candidate: Candidate) -> Any:
-        """Bytes by which shares and pieces may fall below their lines, because they are whole
-        rows."""
+        """Bytes by which a plan may lie below the candidate's lines, because shares and pieces are
+        rounded to whole rows."""
         cut = candidate.share or candidate.pieces
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
@@ -196,8 +195,8 @@ class GroupBounds(LayoutGroup):
         return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
-        """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
-        layouts]; one column if all layouts have equal shares."""
+        """The shares of the longest and of the shortest chunk at each step of a candidate's share,
+        [steps, layouts]; one column if all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
         scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":
@@ -211,21 +210,13 @@ class GroupBounds(LayoutGroup):
         share."""
         return _both_ends(candidate, partial(self.probe, pieces=pieces))
 
-    @cached_property
-    def kernels_s(self) -> Array:
-        """A first lower bound, in seconds, for the candidate that keeps everything, from operator
-        tables."""
-        return self._kernels_s(any_order=False)
-
-    @cached_property
-    def passes_s(self) -> Array:
-        """The bound `kernels_s` for any order of a rank's passes."""
-        return self._kernels_s(any_order=True)
-
-    def _kernels_s(self, *, any_order: bool) -> Array:
-        layer = min(
-            self.layers_s, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s
-        )
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array:
+        """A first lower bound of each layout's step in seconds, for the candidate that keeps every
+        activation, from operator tables alone.  `any_order`: for any order of a rank's passes;
+        `alike`: for any exchange between experts and any place of optimizer states, too."""
+        without = EXCHANGING if alike else frozenset[str]()
+        kinds = [layer_cost(self.problem, table, without) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
         facts = Facts(line, line, line)
         sent_s = 0 * self.send_s
@@ -245,10 +236,10 @@ class GroupBounds(LayoutGroup):
         return np.asarray(found)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """The bytes that a candidate lacks along its share, in any number of pieces, from the bytes
-        that it keeps on the device and copies to the host, and from the transient bytes of the
-        candidate that keeps everything.  None for a candidate without a plan, or if tighter bounds
-        are known."""
+        """Lower bounds of the bytes that a candidate lacks along its share, in any number of
+        pieces. They follow from the bytes that it keeps on the device and copies to the host, and
+        from the transient bytes of the candidate that keeps everything. None for a candidate
+        without a plan, or if tighter bounds are known."""
         if (candidate, 1) in self._bounds:
             return None
         if candidate not in self._shorts:
@@ -309,8 +300,8 @@ class GroupBounds(LayoutGroup):
         return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
-        share, layouts]; or why the candidate has no plan."""
+        """Return the bounds of all layouts for a candidate at a step of its pieces, as arrays
+        [steps of its share, layouts]; or why the candidate has no plan."""
         key = (candidate, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(candidate, pieces)
@@ -353,9 +344,9 @@ class GroupBounds(LayoutGroup):
     def _waiting(
         self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
     ) -> Waiting:
-        """The model's last chunk if its backward does not follow its forward at once.  In probes it
-        does, so they copy nothing of this chunk.  `one`: the probe at the end of the candidate's
-        share; `ends`: facts at both ends of the share, `lean`: along it."""
+        """The bytes of the model's last chunk if its backward does not follow its forward at once.
+        In probes it does, so they copy nothing of this chunk. `one`: the probe at the end of the
+        candidate's share; `ends`: facts at both ends of the share, `lean`: along it."""
         ending = self.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)
@@ -439,7 +430,7 @@ class GroupBounds(LayoutGroup):
 def _both_ends(
     candidate: Candidate, ask: Callable[[Candidate], Reply | Refused]
 ) -> tuple[Reply, Reply] | Refused:
-    """What `ask` returns at both ends of a candidate's share; two equal values for a candidate
+    """The replies of `ask` at both ends of a candidate's share; two equal ones for a candidate
     without a share."""
     one = ask(candidate)
     zero = one if candidate.share is None else ask(candidate.without(candidate.share))

@@ -1,7 +1,7 @@
 """Groups of layouts that split a layer's tensors in the same way, and their costs that do not
 depend on the plan: messages, the end of a step, states, free bytes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import fsum
@@ -46,6 +46,11 @@ class GroupKey(NamedTuple):
     states: str
     exchange: tuple[str | None, bool]
     zero: tuple[int, int]
+
+    @property
+    def plain(self) -> "GroupKey":
+        """The key of the group with the stack's exchange and places of states."""
+        return self._replace(exchange=(None, False), hosted=False, states="")
 
 
 def group_key(choice: LayoutChoice) -> GroupKey:
@@ -93,7 +98,7 @@ class LayoutGroup:
     @cached_property
     def placed(self) -> list[list[dict[Place, int]]]:
         """For each layout and rank, the numbers of updated parameters by the place of their states.
-        If the method has no plan, there are too many to fit."""
+        Without a plan of the method, a number that is too large to fit."""
         found = []
         for choice in self.choices:
             problem = self.at(choice.layout)
@@ -153,7 +158,8 @@ class LayoutGroup:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that each layout may reserve: without its communicators and the reserve."""
+        """Device bytes that torch may reserve, [layouts]: the device's, without the bytes of the
+        driver, the communicators and the reserve."""
         known: dict[tuple[int, int], int] = {}
         at, reserve_bytes = self.problem, self.reserving(self.problem).reserve_bytes
         for lay in (choice.layout for choice in self.choices):
@@ -161,11 +167,6 @@ class LayoutGroup:
                 beside = non_torch_bytes(at.cluster, lay, at.system, at.calibration)
                 known[lay.pp, lay.dp] = at.cluster.hbm_bytes - beside - reserve_bytes
         return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
-
-    @cached_property
-    def layers_s(self) -> list[ChunkCost]:
-        """Seconds of each kind of layer, from operator tables."""
-        return [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
 
     @cached_property
     def _wider(self) -> tuple[More, ...]:
@@ -186,7 +187,8 @@ class LayoutGroup:
 
     @cached_property
     def wider(self) -> Wider:
-        """`wider_at` of each layout, by rank."""
+        """The seconds of `wider_at`, summed over the chunks of each layout's first, busiest inner
+        and last rank."""
         if not self._wider:
             return AS_PROBED
         found = []
@@ -249,12 +251,21 @@ def sent_bytes(problem: Problem) -> float:
     return 2 * (lay.vpp * inner + around) * (nbytes if lay.sp else nbytes / lay.tp)
 
 
-def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
-    """Seconds of a layer's kernels and of the collectives for which compute waits."""
+EXCHANGING = frozenset(("permute", "dispatch", "sort", "unsort", "combine", "unpermute"))
+"""The operators of experts that a dispatcher decides."""
+
+
+def layer_cost(
+    problem: Problem, table: OpTable, without: Collection[str] = frozenset()
+) -> ChunkCost:
+    """Seconds of a layer's kernels and of the collectives for which compute waits, `without` some
+    operators."""
     comm_s = problem.cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
     shares = exposed_shares(problem, table, 0, comm_s) if problem.ep_overlaps else {}
     forward, backward = [], []
     for op in table.ops:
+        if op.name in without:
+            continue
         found, left = op_seconds(problem, op, 0, comm_s), shares.get(op.name, WHOLE)
         forward.append(found.forward_s * left.forward)
         backward.append((found.inputs_s + found.weights_s) * left.backward)

@@ -47,7 +47,7 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def minimum(self, cost: "PassCost") -> "PassCost":
-        """The minimum of both passes in every number."""
+        """The smaller of two passes' numbers, for each number."""
         return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
@@ -57,7 +57,7 @@ class ChunkCost(NamedTuple):
     that run during other passes of the rank (of the whole chunk, or of its last layer).
     `out_bytes`, `back_bytes`: bytes of all copies of activations to the host and back.
     `trailing_bytes`: bytes of a forward's last copy, which continues during the next pass.
-    `inside_bytes`: bytes of a backward's own copies back.  `boundary_bytes`: device bytes that
+    `inside_bytes`: bytes that a backward copies back.  `boundary_bytes`: device bytes that
     messages hold between forward and backward.  `host_bytes`: bytes in host memory.  `pool_bytes`:
     bytes of the rank's staging pools.  `crossing_bytes`, `recrossing_bytes`: bytes that a GPU sends
     to other nodes in collectives of the forward and of the backward, if the chunk copies."""
@@ -251,7 +251,8 @@ def pass_bytes(profile: Profile) -> PassCost:
 
 
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
-    """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
+    """The cost of a block on a rank: the seconds of its longest paths from compute, host and
+    copies, the seconds of its kernels, and its bytes."""
     timed: list[Timing] = []
     macro = macro_of(rows_with(block, rank, costs.timing, timed), inputs=ENTRIES)
     kernels: list[float] = []
@@ -280,7 +281,8 @@ class Line(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Lines of the chunk of the first, a middle and the last rank; all equal for one rank."""
+    """The lines of a chunk of the first, a middle and the last rank; with a single rank all three
+    are equal."""
 
     first: Line
     middle: Line
@@ -295,15 +297,15 @@ def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
 
 
 class More(NamedTuple):
-    """Seconds by which a forward and a backward of a chunk are longer."""
+    """Seconds to add to a chunk's forward and to its backward."""
 
     forward_s: float
     backward_s: float
 
 
 NEAR = 0.99
-"""The factor on such seconds, because seconds of a chunk are not exactly linear in its layers: the
-first kernel of a kind may wait for its launch."""
+"""The factor on the seconds of a More, because seconds of a chunk are not exactly linear in its
+layers: the first kernel of a kind may wait for its launch."""
 
 
 def in_pieces(cut: Line, whole: Line) -> More:
@@ -326,7 +328,7 @@ def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
 
 
 def lengthened(line: Line, more: More) -> Line:
-    """The line of a chunk whose passes are longer."""
+    """The line with the seconds of `more` added to the passes."""
     return line._replace(base=_longer(line.base, more))
 
 
@@ -341,8 +343,9 @@ def _longer(chunk: ChunkCost, more: More) -> ChunkCost:
 
 
 def chord(two: Line, four: Line, beyond: float) -> Line:
-    """The line `four` with its peaks extrapolated to more pieces, from those of `two`, which has
-    fewer.  `beyond`: the further distance, relative to that between the two lines."""
+    """The line `four`, with its peaks extrapolated to more pieces along the line through `two`,
+    which has fewer pieces. `beyond`: how far, as a multiple of the distance between the two
+    lines."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (
@@ -421,7 +424,7 @@ class Probe:
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
-        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
+        any schedule. (0,) if copies may reach the head, because a method may copy the last chunk
         under some schedules only."""
         return self._end_bytes()
 
@@ -431,8 +434,8 @@ class Probe:
         return self._lines(NO_TRAFFIC)
 
     def with_traffic(self, traffic: CopyTraffic) -> Facts:
-        """The method's lines if `traffic` accompanies all copies.  It is rounded down, so that many
-        layouts share the result."""
+        """The method's lines if `traffic` shares the links with all its copies. `traffic` is
+        rounded down, so that many layouts share the result."""
         return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
 
     @cached_property

@@ -63,8 +63,8 @@ class Lowered:
 
 
 Content = tuple[bytes, Sequence[int]]
-"""The key of a lowered program: `same_plan`, and the lowered ranks.  If only the first rank is left
-out, rules that match something there also match it on the second."""
+"""The key of a lowered program: the bytes of `same_plan`, and the lowered ranks. The first rank may
+be left out, because a rule that matches something there also matches it on the second rank."""
 
 
 class Plans(NamedTuple):
@@ -80,9 +80,9 @@ ProbePrograms = dict[bytes, Plans]
 
 
 class Small(NamedTuple):
-    """A small problem for probes: the problem, the plan that methods start from, the seconds of
-    actions by the traffic during copies, cached results of plans, and chunk costs with seconds by
-    plan, rank and traffic."""
+    """A small problem for probes: the problem, the plan that methods start from, the costs of
+    actions under each traffic on the links of copies, cached results of plans, and the costs of
+    chunks with seconds, by plan, rank and traffic."""
 
     problem: Problem
     base: Plan
@@ -146,7 +146,8 @@ class Small(NamedTuple):
 
 
 class Measured:
-    """A plan of a small problem, of which some ranks are lowered, and its kinds of change."""
+    """A plan of a small problem, lowered for some of the ranks, and the kinds of change that it
+    makes."""
 
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
@@ -160,7 +161,7 @@ class Measured:
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
-        pass; empty if copies may reach the head."""
+        pass; (0,) if copies may reach the head or passes may keep different bytes."""
         selects = [rule.select for rule in self.plan.rules]
         reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
         if any(parts is None or "head" in parts for parts in reach):
@@ -208,7 +209,6 @@ class Prober:
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's Probe."""
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
     def floor(self, method: Composition) -> Facts | Refused:
@@ -314,8 +314,8 @@ class Prober:
         return Facts(line, line, line)
 
     def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
-        """The lines of the bytes that a method stores in a pipeline.  If it copies tensors, the
-        last rank's chunk may keep others when its backward waits, so it has no floor then."""
+        """The lines of the bytes that a method stores in a pipeline. A method that copies tensors
+        has none if the last rank's backward waits, because it may then keep other tensors."""
         unit = unit_of(method)
         sizes = self._sizes(fewest, unit)
         plan = self._planned(method, sizes)
@@ -337,7 +337,6 @@ class Prober:
         return whole(self.dense + fewest, unit)
 
     def _sizes(self, fewest: int, unit: int) -> tuple[int, ...]:
-        """Layers of the ranks of a probe's pipeline."""
         begun = self._begun(fewest, unit)
         return begun, fewest, fewest + unit, whole(min(fewest, 3), unit)
 
@@ -356,7 +355,6 @@ class Prober:
         return self.smalls[sizes]
 
     def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
-        """A method's plan with `sizes` layers on the ranks."""
         key = (method.text, sizes)
         if key not in self.plans:
             self.plans[key] = self._plan(method, sizes)
@@ -375,7 +373,7 @@ class Prober:
         # A layer waits for the copies of an earlier one once every reload slot is in use.
         layers = moves.reload_slots + 1 if moves.granularity == "layer" else 1
         if fewest < layers:
-            return Refused(f"copies by layer do not repeat yet after {fewest}", layers)
+            return Refused(f"copies by layer do not repeat within {fewest} layers", layers)
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:

@@ -157,8 +157,8 @@ def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
 
 @lru_cache(maxsize=128)
 def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
-    """The stages of forwards and of the backwards of other passes that directly follow on the same
-    rank, and how often each pair does."""
+    """The stages of forwards, and of the backwards of other passes that follow directly on the same
+    rank, with the number of times that each pair occurs."""
 
     def counted(short: Turns, listed: Issued) -> NDArray[np.int64]:
         _, rank, pass_id, stage = listed
@@ -186,8 +186,8 @@ class Issued(NamedTuple):
 def _times(
     turns: Turns, copies: Copies | None, counted: Callable[[Turns, Issued], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """How often something occurs in a schedule, which `counted` counts in its events.  Equal
-    periods are counted once, as the difference between schedules with and without a period."""
+    """The numbers that `counted` returns for the events of the whole schedule. Equal periods are
+    counted once, as the difference between schedules with and without a period."""
     short, left_out = shortened(turns)
     parts = events(short, copies, cut=left_out > 0)
 
@@ -334,9 +334,10 @@ def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
 
 
 class Stage(NamedTuple):
-    """A virtual stage.  `forward` and `backward` have three numbers of seconds: of compute once it
-    is free, from the host's start until compute ends, and of the host.  `landed_s`: from the end of
-    the copies back to the end of the backward; `out_s`, `back_s`: copies during other passes."""
+    """A virtual stage. `forward` and `backward` have three durations in seconds: of compute once it
+    is free, from the host's start until compute ends, and of the host alone. `landed_s`: from the
+    end of the copies back to the end of the backward; `out_s`, `back_s`: of the copies that run
+    during other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]

@@ -88,8 +88,9 @@ class Events(NamedTuple):
 
 @lru_cache(maxsize=128)
 def events(turns: Turns, copies: Copies | None, *, cut: bool = False) -> tuple[Events, ...]:
-    """The events of a schedule; without `copies`, only passes.  With `cut` there are three parts:
-    each rank's events up to equal points of two neighbouring periods, and the rest."""
+    """The events of a schedule; without `copies`, only passes. With `cut` there are three parts:
+    each rank's events up to a point of one period, those up to the same point of the next period,
+    and the rest."""
     passed = _passes(turns, cut)
     count = len(passed.pass_id)
     piece = 2 * (passed.pass_id // turns.micro_batches % turns.stages) + (
@@ -230,9 +231,9 @@ class Pieces(NamedTuple):
 
 
 class CopyTimes(NamedTuple):
-    """Seconds by stage of copies during other passes: to the host (`out_s`), back (`back_s`), and
-    from their arrival to the end of the backward (`landed_s`).  `held`: whether messages of the
-    warm-up wait for the copies before them."""
+    """By stage, the seconds of the copies that run during other passes: to the host (`out_s`) and
+    back (`back_s`); `landed_s`: from their arrival to the end of the backward. `held`: whether
+    messages of the warm-up wait for the copies before them."""
 
     out_s: Sequence[float]
     back_s: Sequence[float]
@@ -249,9 +250,9 @@ class Rules(NamedTuple):
 
 
 class Clocks:
-    """The times at which each rank's compute, host, and copies to the host and back end so far.  By
-    pass: when its message is sent.  By forward: when its copies to the host (`gone`) and back
-    (`here`) end."""
+    """The clocks of a walk, in seconds. By rank: when compute, the host, and the copies to the host
+    and back end so far. By pass: when its message is sent. By forward: when its copies to the host
+    (`gone`) and back (`here`) end."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns, self.compute = turns, [0.0] * turns.pp

@@ -108,7 +108,7 @@ class Candidate(Struct, frozen=True):
 
     @property
     def cutting(self) -> "Candidate":
-        """The candidate's methods that compute in pieces, alone."""
+        """The candidate with only those of its methods that compute in pieces."""
         return Candidate(tuple(part for part in self.parts if part.cuts))
 
     def text(self, step: int = 0, pieces: int = 1) -> str:

@@ -62,11 +62,12 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 # Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
-    """A layout and the numbers of layers of its chunks, in pipeline order (`sizes`).  `even`:
+    """A layout and the numbers of layers of its chunks, in pipeline order (`sizes`). `even`:
     whether the partition is the even one; `hosted`: whether optimizer states are in host memory
     although the stack keeps them on the device; `states`: the method, with settings, that places
     them in pieces (empty: none); `overlaps`: whether experts' exchanges overlap with another
-    micro-batch although the stack's do not; `dispatcher`: that of experts (None: the stack's)."""
+    micro-batch although the stack's do not; `dispatcher`: the dispatcher of experts (None: the
+    stack's)."""
 
     layout: Layout
     sizes: tuple[int, ...]
@@ -114,8 +115,8 @@ def ended(
 
 
 class Space(Struct, frozen=True):
-    """The layouts of a job, and the number of layouts that each rule refused.  `apart`: layouts
-    with stages that the job states and that no bound covers."""
+    """The layouts of a job, and the number of layouts that each rule refused. `apart`: layouts
+    whose stages the job states as text, if no bound covers them."""
 
     choices: tuple[LayoutChoice, ...]
     refused: dict[str, int]
@@ -169,7 +170,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
 
 
 def _dense_between_experts(work: Workload) -> str:
-    """Why a model cannot be searched; empty if it can."""
+    """Why a model with dense layers between experts is not searched; empty for other models."""
     model = work.model
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""

@@ -23,11 +23,11 @@ KEPT_ACTIONS = 20_000
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """The result of a candidate, with values that a running search needs.  A plan that does not fit
-    has no evaluation.  `content`: the key of the plan (empty without a plan).  `candidate`: a text
-    that is equal for plans that differ only in a share or in pieces.  `short_bytes`: device bytes
-    that the plan lacks; it may lack more if `at_least`, because the allocator's replay was
-    stopped early."""
+    """The result of a candidate, with values that a running search needs. A plan that does not fit
+    has no evaluation. `content`: the key of the plan (empty without a plan). `candidate`: a text
+    that is equal for plans that differ only in a share or in pieces. `short_bytes`: device bytes
+    that the plan lacks (with `at_least` a lower bound, because the allocator's replay was stopped
+    early)."""
 
     result: Result
     content: bytes = b""
@@ -43,11 +43,11 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class LayoutTrials:
-    """The trials of plans at one layout, which all searches share.  `job`: the layout's problem and
+    """The trials of plans at one layout, which all searches share. `job`: the layout's problem and
     the plan that methods start from; `states`: the method that places optimizer states (empty:
-    none); `evaluator`: keeps lowered plans for searches on other clusters (None: there are none);
-    `trials`: by the content of their plans; `ended`: plans whose allocator replay was stopped
-    early."""
+    none); `evaluator`: keeps lowered plans for searches on other clusters (None: no such search
+    follows); `trials`: by the content of their plans; `ended`: plans whose allocator replay was
+    stopped early."""
 
     def __init__(
         self, job: PlannedJob, states: str = "", evaluator: Evaluator | None = None
@@ -95,7 +95,7 @@ class LayoutTrials:
             return Trial(result=replace(result, reason=f"{NO_PLAN}{error}"))
         if trial.at_least:
             self.ended[content] = lowered
-        # the program is only needed again to time it on another cluster or to replay it in full
+        # The program is needed again only to time it on another cluster or to replay it in full.
         lowered.forget(KEPT_ACTIONS if keeps else 0)
         return trial
 

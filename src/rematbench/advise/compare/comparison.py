@@ -123,17 +123,14 @@ class Comparison:
         return self._rows()[1]
 
     def _rows(self) -> tuple[list[Pair], int]:
-        return without_repeats(self._listed(), self.named)
-
-    def _listed(self) -> list[Pair]:
-        """Candidates with results: in the order of declaration, planners last, compositions after
-        their methods.  Compositions that free no bytes compared with their base are left out."""
+        # Candidates with results: in the order of declaration, planners last, compositions after
+        # their methods. Compositions that free no bytes compared with their base are left out.
         first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
         more = [
             pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)
         ]
         more.sort(key=lambda pair: (len(pair[0].methods), pair[0].name))
-        return [pair for pair in (*first.values(), *more) if pair]
+        return without_repeats([pair for pair in (*first.values(), *more) if pair], self.named)
 
     def _has_row(self, candidate: Contender, result: Result) -> bool:
         """Whether a candidate is a variant, or a composition that frees bytes compared with its
@@ -180,7 +177,6 @@ class Comparison:
             yield candidate, result
 
     def _compositions_on(self, candidate: Contender, result: Result) -> list[Contender]:
-        """The compositions that become possible with this candidate's plan."""
         if result.plan is None or candidate.origin not in ("method", "composition"):
             return []
         if candidate.origin == "method":

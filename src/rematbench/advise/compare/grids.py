@@ -74,7 +74,6 @@ def _step_s(result: Result) -> float:
 
 
 def _missing_bytes(result: Result) -> int:
-    """The larger of the device bytes and host bytes that a plan lacks; negative if it fits."""
     if result.verdict is None:
         return UNPLANNED_BYTES
     return -min(result.verdict.headroom_bytes, result.verdict.host_headroom_bytes)
@@ -183,7 +182,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:
-    """Whether states and kept tensors, which pieces do not change, exceed the device."""
+    """Whether states and kept tensors, which pieces do not change, exceed the device's memory."""
     assert result.plan is not None
     assert result.evaluation is not None
     kept = resident_bytes(problem, result.plan)

@@ -121,7 +121,7 @@ class Tuning:
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
-        return make_plan(method.methods[0], self.problem, base)  # a refusal without the name
+        return make_plan(method.methods[0], self.problem, base)  # its reason omits the name
 
 
 def blank(job: PlannedJob, candidate: Contender) -> Result:

@@ -94,7 +94,7 @@ def _twice_the_gpus(problem: Problem, near: Sequence[Result], registry: Registry
     best: tuple[float, str] | None = None
     for layout in _doubled(problem.layout):
         try:
-            larger = _at(problem, layout)
+            larger = problem.remade(layout=layout, reserve_bytes=0)
         except LayoutError:
             continue
         for result in near:
@@ -118,10 +118,6 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
         if degree == "tp":
             changes["sp"] = layout.sp or layout.tp == 1
         yield replace(layout, **changes)
-
-
-def _at(problem: Problem, layout: Layout) -> Problem:
-    return problem.remade(layout=layout, reserve_bytes=0)
 
 
 def _again(problem: Problem, result: Result, registry: Registry) -> Result | None:

@@ -4,9 +4,7 @@ Lower bounds of bytes decide which plans of a candidate may fit a layout, and a 
 does not fit may exclude further plans of its candidate.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -22,7 +20,7 @@ from rematbench.advise.search.queue import (
     EXTENDS_FITTING,
     KEPT,
     RIPE,
-    STATES,
+    Alike,
     BoundedGroup,
     Exclusions,
     LeanOrder,
@@ -97,8 +95,8 @@ class MemoryRules:
         self.excluded.refusal = refused.reason
 
     def lacks_bytes(self, layout: OpenLayout, candidate: Candidate) -> bool:
-        """Whether the bytes that a candidate keeps and copies are too many.  Such a candidate is
-        probed only if nothing fits and it may lack the fewest bytes."""
+        """Whether a candidate keeps or copies too many bytes to fit. Such a candidate is probed
+        only if nothing fits and its shortage may be the smallest."""
         short = layout.group.short(candidate)
         if short is None or (lacks := short.falls[layout.index]) is None:
             return False
@@ -108,8 +106,8 @@ class MemoryRules:
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the candidates that were excluded without a probe, as long as they may lack the
-        fewest bytes."""
+        """Probe the candidates that were excluded without a probe, if they may lack fewer bytes
+        than every plan so far."""
         excluded = self.excluded
         for unprobed in sorted(self._unprobed, key=lambda item: (item.host, item.nbytes)):
             if unprobed.host and excluded.device_short_bytes < inf:
@@ -285,7 +283,7 @@ class Search:
 
     def __init__(
         self,
-        groups: Sequence[BoundedGroup],
+        alike: Sequence[Alike],
         family: PlanFamily,
         registry: Registry,
         *,
@@ -294,30 +292,33 @@ class Search:
         min_pp: int = 1,
         queue: SearchQueue | None = None,
     ) -> None:
-        self.groups, self.family, self.registry = groups, family, registry
+        self.alike, self.family, self.registry = alike, family, registry
+        self.groups: list[BoundedGroup] = []
         self.engine, self.within, self.min_pp = engine, within, min_pp
         self.queue = SearchQueue() if queue is None else queue
         self.memory = MemoryRules(family, registry, self.queue)
         self.excluded = self.memory.excluded
         self.work = 0
-        self._states_short_bytes = inf
-        for group in groups:
-            over = group.states_over_bytes
-            held = over <= 0
-            self.excluded.counts[STATES] += int((~held).sum())
-            if held.any():
-                kernels_s = group.passes_s if family.firsts[1:] else group.kernels_s
-                least_s = float(kernels_s[held].min())
-                self.queue.push(least_s, QueueEntry("group", None, group, KEEP))
+        self._any_order = len(family.firsts) > 1
+        for each in alike:
+            entry = QueueEntry("alike", None, None, KEEP, alike=each)
+            if len(each.makers) == 1 or self.queue.lean:
+                self._make(0.0, entry)
             else:
-                self._states_short_bytes = min(self._states_short_bytes, float(over.min()))
+                kernels_s = each.makers[0]().kernels_s(any_order=self._any_order, alike=True)
+                self.queue.push(float(kernels_s.min()), entry)
 
-    @cached_property
-    def plans(self) -> int:
-        """The number of joint plans: all plans of the family at all layouts, including layouts
-        whose states do not fit."""
-        longest = Counter(max(item.sizes) for group in self.groups for item in group.choices)
-        return sum(self.family.plans(layers) * n for layers, n in longest.items())
+    def _make(self, bound_s: float, entry: QueueEntry) -> None:
+        """Queue groups that have room for the states, with their bounds by kernels."""
+        assert entry.alike is not None
+        for make in entry.alike.makers:
+            group = make()
+            self.groups.append(group)
+            held = self.excluded.with_room(group.states_over_bytes)
+            if held.any():
+                kernels_s = group.kernels_s(any_order=self._any_order)[held]
+                least_s = max(bound_s, float(kernels_s.min()))
+                self.queue.push(least_s, QueueEntry("group", None, group, KEEP))
 
     @property
     def bound_s(self) -> float:
@@ -333,7 +334,7 @@ class Search:
     def short_bytes(self) -> float:
         """The fewest device bytes that any excluded plan, or the states of any layout, lacked."""
         self.excluded.replay_whole()
-        return min(self.excluded.device_short_bytes, self._states_short_bytes)
+        return min(self.excluded.device_short_bytes, self.excluded.states_short_bytes)
 
     @property
     def gap(self) -> float:
@@ -354,8 +355,8 @@ class Search:
             ahead = turn % AHEAD == 0 and entries.ripe_bound < (1 - self.within) * self.best_s
             bound_s, entry = entries.pop(ripe=ahead)
             group = entry.layout.group if entry.layout else entry.group
-            assert group is not None
-            own, before = entry.stage != "layout", group.probed_layers
+            own = entry.stage not in ("layout", "alike")
+            before = group.probed_layers if group else 0
             trial = self._take(0.0 if lean else bound_s, entry)
             if lean and entry.layout:
                 lean.waiting[entry.layout.choice] -= 1
@@ -364,7 +365,7 @@ class Search:
                 self.excluded.replay_whole()
                 self.memory.measure_shortage()
             turn += own  # entries that only compare bounds do not count
-            self.work += own + group.probed_layers - before
+            self.work += own + (group.probed_layers - before if group else 0)
             yield trial
 
     def note_step(self, step_s: float) -> None:
@@ -380,7 +381,7 @@ class Search:
     def _take(self, bound_s: float, entry: QueueEntry) -> Trial | None:
         layout, stage = entry.layout, entry.stage
         if layout is None:
-            self._open(bound_s, entry)
+            (self._open if entry.group else self._make)(bound_s, entry)
         elif layout.counted:
             self.excluded.counts["layout already has a plan that is fast enough"] += 1
         elif self._dominated(layout, entry.candidate, entry.step if stage in RIPE else 1):

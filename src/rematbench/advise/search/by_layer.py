@@ -205,8 +205,9 @@ class ByLayer:
         return min(tuned, key=lambda item: item.fitting_s, default=None)
 
     def stated(self) -> tuple[Result, ...]:
-        """The plans that fit at stated stages that no bound covers, fastest first: the plan that
-        keeps everything, or the listed methods on all layers and with lists."""
+        """The plans that fit at layouts whose stages the job states and no bound covers, fastest
+        first. They keep everything, or apply the listed methods to all layers or to lists of
+        layers."""
         self._texts = self.listed
         tried = map(self._trials, self.space.space.choices[:MOST])
         fits = [trial.result for trials in tried for trial in trials if trial.result.fits]

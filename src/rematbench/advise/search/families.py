@@ -148,7 +148,7 @@ class FixedFamily(PlanFamily):
         )
 
     def more(self, candidate: Candidate) -> list[Candidate]:
-        """No candidates."""
+        """No candidates, because the family is fixed."""
         return []
 
 

@@ -160,7 +160,7 @@ class SearchSpace:
 
     @cached_property
     def package(self) -> MethodEntry | None:
-        """The package whose policies alone are searched; None for our methods."""
+        """The package to whose policies the search is limited; None if our methods are searched."""
         return baselines().get(self.request.engine)
 
     def _policies(self, package: MethodEntry) -> list[Variant]:
@@ -271,8 +271,9 @@ class SearchSpace:
         problem = make_problem(self.spec(choice).changed(**loaded))
         if problem.untimed:
             raise RateError(f"a search ranks plans by seconds; {problem.untimed}")
-        if self.system.host.optimizer_on_host:
-            problem = rated(problem, problem.base_plan)
+        if self.system.host.optimizer_on_host or choice.states:
+            plan = choice.keeping(problem, self.registry)
+            problem = rated(problem, plan) if isinstance(plan, Plan) else problem
         if self.evaluator:  # a proxy, so that problems do not keep programs alive
             weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)

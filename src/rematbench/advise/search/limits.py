@@ -51,7 +51,6 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
 
 
 def _of_exchanges(job: SearchSpace) -> Iterator[str]:
-    """The exchanges of experts that are not tried."""
     spec, system = job.request.spec, job.system
     tried = [system.experts.dispatcher, other_dispatcher(spec, job.cluster, system)]
     yield f"dispatchers other than {' and '.join(filter(None, tried))} (--dispatcher)"

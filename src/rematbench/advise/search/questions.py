@@ -79,8 +79,8 @@ def fewest_gpus(request: SearchRequest, tokens_per_s: float, run: Rounds) -> Ite
 
 
 def _between(request: SearchRequest, before: int, gpus: int) -> Iterator[int]:
-    """The numbers of GPUs between two others that fill whole nodes (or lie inside one node) and
-    have a layout, in ascending order."""
+    """The numbers of GPUs between `before` and `gpus` that fill whole nodes (or lie inside one
+    node) and have a layout, in ascending order."""
     node = _cluster(request).gpus_per_node
     for count in range(before + 1, gpus):
         if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(request, count)):
@@ -155,7 +155,7 @@ BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
 
 
 def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
-    """Yield answers for the bits of frozen weights, until a plan fits."""
+    """Yield (bits of frozen weights, result of the search with them), until a plan fits."""
     for name, bits in BASES.items():
         there = replace(request, spec=request.spec.changed(base_dtype=name))
         result = reached(there, inf, run)

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from math import inf, nextafter
 from operator import itemgetter
@@ -22,9 +22,10 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
-    "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
+    "alike", "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  group: read the facts of a group; layout: judge the
+"""The next work on an entry of the queue.  alike: make and bound groups whose bounds follow from
+one; group: read the facts of a group; layout: judge the
 roots of the family at a layout; grow: bound the expansion of a candidate with a share, which may
 fit at a smaller share with one more method; expand: add methods to a candidate that does not fit;
 compose: bound a candidate with an added method; pieces: bound a candidate in more pieces; tighten:
@@ -34,58 +35,37 @@ RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 
 
 class BoundedGroup(Protocol):
-    """What a search needs of a layout group (`GroupBounds`); arrays have an entry per layout."""
+    """The numbers of a layout group that a search reads, which `GroupBounds` documents."""
 
     choices: Sequence[LayoutChoice]
     problem: Problem
 
     @property
-    def kernels_s(self) -> Array:
-        """A first lower bound of the step in seconds, from kernels only."""
-
+    def states_over_bytes(self) -> Array: ...
     @property
-    def passes_s(self) -> Array:
-        """The same bound for any order of a rank's passes."""
-
+    def usable_bytes(self) -> NDArray[np.int64]: ...
     @property
-    def states_over_bytes(self) -> Array:
-        """Bytes by which the states exceed what a device may hold."""
-
+    def lean_shares(self) -> Array: ...
     @property
-    def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that a plan may reserve."""
+    def probed_layers(self) -> int: ...
+    def kernels_s(self, *, any_order: bool = False, alike: bool = False) -> Array: ...
+    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused: ...
+    def short(self, candidate: Candidate) -> Short | None: ...
+    def least_bytes(self, pieces: Candidate | None) -> Array: ...
+    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array: ...
+    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float: ...
+    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused: ...
+    def steps(self, candidate: Candidate) -> int: ...
+    def trials_at(self, index: int) -> LayoutTrials: ...
 
-    @property
-    def lean_shares(self) -> Array:
-        """Estimates of the share of a device that the leanest plan fills."""
 
-    @property
-    def probed_layers(self) -> int:
-        """The number of layers that probes have lowered so far."""
+class Alike(NamedTuple):
+    """Groups of layouts that differ only in the exchange between experts and in the place of
+    optimizer states, the plain group first.  `longest`: numbers of layouts by the layers of their
+    longest chunk; `makers`: each makes a group."""
 
-    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """The bounds under a candidate at a step of its pieces."""
-
-    def short(self, candidate: Candidate) -> Short | None:
-        """The bytes that a candidate lacks; None if it has no plan or tighter bounds."""
-
-    def least_bytes(self, pieces: Candidate | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs."""
-
-    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array:
-        """Least device bytes at step `more` of a candidate's pieces."""
-
-    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
-        """Lower bound, in seconds, of the step of a layout, from its whole schedule."""
-
-    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused:
-        """A candidate's Probe."""
-
-    def steps(self, candidate: Candidate) -> int:
-        """The number of steps of a candidate's share."""
-
-    def trials_at(self, index: int) -> LayoutTrials:
-        """The trials of a layout, with the results of all searches so far."""
+    longest: Counter[int]
+    makers: Sequence[Callable[[], BoundedGroup]]
 
 
 class OpenLayout(Struct):
@@ -149,7 +129,8 @@ class OpenLayout(Struct):
 
 class QueueEntry(Struct, frozen=True):
     """An entry of the queue: the next work, and a candidate at a step of its share and of its
-    pieces.  `group`: the layout group, if the entry is not for a single layout."""
+    pieces.  `group`: the layout group, if the entry is not for a single layout; `alike`: the groups
+    of an entry that no group is made for yet."""
 
     stage: Stage
     layout: OpenLayout | None
@@ -157,6 +138,7 @@ class QueueEntry(Struct, frozen=True):
     candidate: Candidate
     step: int = 1
     pieces: int = 1
+    alike: Alike | None = None
 
 
 class Unprobed(NamedTuple):
@@ -337,7 +319,8 @@ class SearchQueue:
 def _count(slower: Counter[str], entry: QueueEntry) -> None:
     """Count the layouts or plans of an entry of the queue by what makes them slow."""
     if entry.layout is None or entry.stage == "layout":
-        held = int((entry.group.states_over_bytes <= 0).sum()) if entry.group else 1
+        held = entry.alike.longest.total() if entry.alike else 1
+        held = int((entry.group.states_over_bytes <= 0).sum()) if entry.group else held
         slower["layouts slower than the best even if nothing is recomputed or offloaded"] += held
     else:
         slower["slower than the best: kernels, messages and copies"] += 1
@@ -356,11 +339,12 @@ EXTENDS_FITTING = "adds a method to a plan that already fits"
 class Exclusions:
     """What a search has excluded.  `counts`: numbers of plans and layouts by reason.
     `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes per node, that
-    an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
+    an excluded plan lacked; `states_short_bytes`: those that any layout's states lacked.
+    `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.device_short_bytes = self.host_short_bytes = inf
+        self.device_short_bytes = self.host_short_bytes = self.states_short_bytes = inf
         self.refusal = ""
         self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # the bytes are a lower bound
 
@@ -376,12 +360,21 @@ class Exclusions:
             self.lacks_host(trial.host_short_bytes)
 
     def replay_whole(self) -> None:
-        """Replay in full the plans whose replay was stopped early, as long as they may lack the
-        fewest bytes."""
+        """Replay in full the plans whose replay was stopped early, if they may lack fewer bytes
+        than every plan so far."""
         for short_bytes, trials, content in sorted(self._ended, key=itemgetter(0)):
             if short_bytes < self.device_short_bytes:
                 self.lacks_device(trials.lacked_bytes(content))
         self._ended.clear()
+
+    def with_room(self, over: Array) -> NDArray[np.bool_]:
+        """Which layouts of a group have room for the states, which exceed it by `over` bytes; note
+        the others."""
+        held: NDArray[np.bool_] = over <= 0
+        self.counts[STATES] += int((~held).sum())
+        if not held.any():
+            self.states_short_bytes = min(self.states_short_bytes, float(over.min()))
+        return held
 
     def lacks_device(self, nbytes: float) -> None:
         """Note the device bytes that a plan lacks."""

@@ -1,23 +1,26 @@
-"""The operators of a model of which only some weights train, and what they then save.
+"""The operators of a model of which only some weights train, and what they save then.
 
 A frozen linear saves no input, and an operator none of whose inputs has a gradient saves nothing.
-An adapter (Hu et al. 2021, arXiv 2106.09685) changes a linear to y = x W + s (x A) B.  Separate
+An adapter (Hu et al. 2021, arXiv 2106.09685) changes a linear to y = x W + s (x A) B. Separate
 operators compute x A, from a copy of x if the adapter applies dropout to it or has another type;
-the linear's operator multiplies by B.  The adapter saves the input of A if A trains (LoRA-FA trains
-B alone, arXiv 2308.03303), and x A.  Source of the copies and sums: PEFT, tuners/lora/layer.py.
-A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) follows attention and the MLP: a linear
-to few columns, GELU, a linear back, and a sum with the adapter's input.
-Each product widens the whole weight of a 4- or 8-bit linear (bitsandbytes, autograd/_functions.py).
-With tensor parallelism adapters are those of Megatron Bridge (peft/utils.py,
-ParallelLinearAdapter).  At a column-parallel linear, ranks split the columns of A and save its
-gathered input; at a row-parallel linear they split the rows of A and also gather the product with
-B.  They always split the columns of B.  Deviations: ranks sum products with A instead of gathering
-them, and gather a norm's output twice, for the linear and for the adapter.
-Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
-input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
-Deviations: the first layer's input has a gradient only where recomputation is reentrant
-(enable_input_require_grads); where a layer saves its input, the first layer does too, and the head
-keeps the input of its linear, so that plans can compute from them again.
+the linear's operator multiplies by B. The adapter saves the input of A if A trains (LoRA-FA trains
+only B, arXiv 2308.03303), and x A. Source of the copies and sums: PEFT, tuners/lora/layer.py. A
+bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) follows attention and the MLP: a linear
+to few columns, GELU, a linear back, and a sum with the adapter's input. Each product widens the
+whole weight of a 4- or 8-bit linear (bitsandbytes, autograd/_functions.py). With tensor parallelism
+adapters are those of Megatron Bridge (peft/utils.py, ParallelLinearAdapter). At a column-parallel
+linear, ranks split the columns of A and save its gathered input; at a row-parallel linear they
+split the rows of A and also gather the product with B. They always split the columns of B.
+Deviations: ranks sum products with A instead of gathering them, and gather a norm's output twice,
+for the linear and for the adapter. Each expert of a rank has its A and B, in grouped products as
+its linears have (ms-swift 4.6, swift/megatron/tuners/lora.py): the gate and the up projection,
+which are one linear, have one A. Norms that PEFT made fp32 have fp32 outputs, and a linear of
+bitsandbytes returns the type of its input (nn/modules.py, Linear4bit), so layers pass fp32 on;
+attention casts its inputs to 16 bits. Weights that train beside low-rank adapters are copies, and
+the frozen ones stay (PEFT, utils/other.py, ModulesToSaveWrapper: modules_to_save and
+original_module). Deviations: the first layer's input has a gradient only if recomputation is
+reentrant (enable_input_require_grads); if layers save their input, the first layer does too, and
+the head keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -47,9 +50,9 @@ WIDE = (
     *("embedding_out", "layer_input", "attn_residual", "gate_out", "up_out", "act_out"),
     *("fc2_in", "fc2_out", "layer_output"),
 )
-"""The tensors of a layer, besides the outputs of norms, that are fp32 if norms are fp32."""
+"""The tensors of a layer that are fp32 if norms are fp32, in addition to the outputs of norms."""
 BOTTLENECKS = {"proj_out": "attn", "fc2_out": "mlp"}
-"""The tensors that bottleneck adapters read, and the word in the names of the adapters' tensors."""
+"""The tensors that bottleneck adapters read, with a word for the adapters' own tensors."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
 
 
@@ -74,7 +77,8 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
 def trained_table(
     table: OpTable, work: Workload, system: System, place: Place, tp: int = 1
 ) -> OpTable:
-    """The operators of a part on one of `tp` ranks, if only the weights that `work` names train."""
+    """The operators of a part on one of `tp` ranks; if `work` trains only some weights, without
+    what the frozen weights do not need."""
     return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
 
 
@@ -87,9 +91,14 @@ def _reads_weights(kernel: Kernel) -> bool:
     return isinstance(kernel, Gemm) or (isinstance(kernel, Elementwise) and kernel.of_weights)
 
 
+def _groups(op: Op) -> int:
+    """The number of experts whose linears an operator multiplies by; 1 for any other operator."""
+    return next(one.batch for one in op.forward if isinstance(one, Gemm)) if op.of_experts else 1
+
+
 def _doubled(comm: Comm | None) -> Comm | None:
-    """The collective of a linear, with the bytes of its adapter added.  If the linear all-reduces,
-    the adapter gathers its product, at half of an all-reduce's cost."""
+    """The collective of a linear, with the bytes of its adapter added. If the linear all-reduces,
+    the adapter gathers its product, which costs half of an all-reduce."""
     halves = 3 if comm and comm.kind == "all_reduce" else 4
     return comm and replace(comm, nbytes=comm.nbytes * halves // 2)
 
@@ -116,7 +125,7 @@ class _Trainer:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
-        self.behind: dict[str, str] = {}  # maps the input of a bottleneck adapter to its output
+        self.behind: dict[str, str] = {}  # a bottleneck adapter's output, by its input
 
     def table(self) -> OpTable:
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
@@ -130,9 +139,9 @@ class _Trainer:
             self.activations[name] = replace(self.activations[name], differentiable=False)
 
     def _rewritten(self, op: Op) -> Iterator[Op]:
-        """The operators of an adapter, and then the operator itself."""
+        """Yield the operators of an operator's adapters, and then the changed operator."""
         whole = self._trains(op)
-        targets = [name for name in self.adapted if self._output(op, name)]
+        targets = self._targets(op)
         op = replace(op, **self._held(op, whole=whole))
         op = op if whole else self._frozen(op)
         if op.is_matrix and op.inputs[0] not in self.live:
@@ -165,10 +174,11 @@ class _Trainer:
         return place.trains and op.name.endswith("norm") and work.trains("norms")
 
     def _held(self, op: Op, *, whole: bool) -> dict[str, Any]:
-        """The fields of the operator that depend on whether its weights train or are packed."""
+        """The changed fields of an operator: the size of its weights and how many of them train."""
         own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
         if whole:
-            return {"parameters": self._wide(op.parameters), "trained": op.parameters}
+            copied = op.parameters if self.work.lora_rank else 0
+            return {"parameters": self._wide(op.parameters) + copied, "trained": op.parameters}
         if packed is None or not op.is_matrix or self.part != "layer" or op.replicated:
             return {"trained": 0}
         gemms = [one for one in op.forward if isinstance(one, Gemm)]
@@ -185,7 +195,7 @@ class _Trainer:
         }
 
     def _wide(self, count: int) -> int:
-        """The size of `count` training weights, in parameters of the stack's precision."""
+        """The size of `count` training weights, counted in parameters of the stack's precision."""
         own = self.system.states.param_bytes
         return ceil(count * max(FP32, own) / own) if self.widens else count
 
@@ -212,7 +222,7 @@ class _Trainer:
         )
 
     def _widened(self, op: Op) -> tuple[Kernel, ...]:
-        """The kernel that widens the packed weights of a linear, which it reads and writes."""
+        """The kernel that widens the packed weights of a linear; it reads and writes them."""
         packed = PACKED_BYTES.get(self.work.base_dtype)
         if packed is None or self.part != "layer" or op.replicated:
             return ()
@@ -234,7 +244,7 @@ class _Trainer:
                     yield from self._bottleneck(name, f"bottleneck_{BOTTLENECKS[name]}")
 
     def _bottleneck(self, x: str, stem: str) -> Iterator[Op]:
-        """The operators of a bottleneck adapter behind the tensor `x`."""
+        """Yield the operators of a bottleneck adapter that follows the tensor `x`."""
         width, live, (rows, row_bytes) = self.work.bottleneck, x in self.live, self._size(x)
         hidden = row_bytes // self.e
         low, act, up, out = (
@@ -277,10 +287,18 @@ class _Trainer:
     def _size(self, name: str) -> tuple[int, int]:
         return self.activations[name].rows, self.activations[name].row_bytes
 
-    def _output(self, op: Op, target: str) -> str:
-        stem = _OUTPUTS.get(target, target)
-        names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
-        return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
+    def _targets(self, op: Op) -> dict[str, str]:
+        """The names of an operator's adapters, each with the output to which it adds."""
+        of, _, linear = op.name.rpartition("_")
+        names = [name for name in self.adapted if LINEARS[name] == linear]
+        if op.of_experts:
+            return {op.name: op.outputs[0]} if names else {}
+        before, found = f"{of}_" if of == "shared" else "", dict[str, str]()
+        for name in names:
+            stem = before + ("out" if before + name == "shared_down" else _OUTPUTS.get(name, name))
+            outputs = [o for o in op.outputs if o.removesuffix("_raw") in (stem, f"{stem}_rows")]
+            found |= dict.fromkeys([before + name] * bool(outputs), "".join(outputs))
+        return found
 
     def _columns(self, name: str) -> int:
         return self.old.activations[name].row_bytes // self.e
@@ -291,8 +309,8 @@ class _Trainer:
         return name
 
     def _gather(self, op: Op, target: str, x: str, columns: int) -> Iterator[Op]:
-        """The gather of the input's rows over tensor-parallel ranks; the adapters of one linear
-        share it if the stack fuses linears."""
+        """Yield the gather of the input's rows over tensor-parallel ranks. If the stack fuses
+        linears, the adapters of one linear share it."""
         if x in self.gathered and self.system.kernels.fused_linears:
             return
         live, rows = x in self.live, self.activations[op.outputs[0]].rows
@@ -305,7 +323,7 @@ class _Trainer:
         yield Op(name=name, inputs=(x,), outputs=(name,), reduce=gather, grad_gather=back)
 
     def _inputs(self, op: Op, target: str, *, split: bool) -> Iterator[Op]:
-        """The operators that copy the input of an adapter and multiply it by A.  `split`: the
+        """Yield the operators that copy the input of an adapter and multiply it by A. `split`: the
         linear is row-parallel, so each rank has some columns of the input."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
@@ -329,15 +347,17 @@ class _Trainer:
             )
             self.live.update({source} if live else ())
         rank, sums, back = work.lora_rank, None, None
-        if self.tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
+        tp, count = 1 if op.of_experts else self.tp, _groups(op)
+        if tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
             yield from self._gather(op, target, source, columns)
             source = self.gathered[source]
             rows = self.activations[source].rows
-        if self.tp > 1:
+        if tp > 1:
             sums = Comm("all_reduce", "tp", rows * rank * self.width)
-            rank = rank if split else rank // self.tp
+            rank = rank if split else rank // tp
             if not split and live and source not in self.gathered.values():
                 back = Comm("all_reduce", "tp", rows * columns * self.width)
+        each = ceil(rows / count)
         low = self._add(f"lora_{target}", source, work.lora_rank, self.width, live=live or both)
         self.live.update({low} if live or both else ())
         yield Op(
@@ -345,32 +365,34 @@ class _Trainer:
             inputs=(source,),
             outputs=(low,),
             saves=(source,) if both else (),
-            forward=(Gemm(rows, rank, columns),),
-            backward_input=(Gemm(rows, columns, rank),) if live else (),
-            backward_weight=(Gemm(columns, rank, rows),) if both else (),
-            parameters=self._wide(columns * rank),
-            trained=columns * rank if both else 0,
+            forward=(Gemm(each, rank, columns, count),),
+            backward_input=(Gemm(each, columns, rank, count),) if live else (),
+            backward_weight=(Gemm(columns, rank, each, count),) if both else (),
+            parameters=self._wide(count * columns * rank),
+            trained=count * columns * rank if both else 0,
+            of_experts=op.of_experts,
             reduce=sums,
             grad_gather=sums if live or both else None,
             grad_reduce=back,
             adapts=op.name,
         )
 
-    def _adapted(self, op: Op, targets: list[str]) -> Op:
-        rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
-        low = tuple(f"lora_{target}" for target in targets)
-        outs = [self._output(op, target) for target in targets]
+    def _adapted(self, op: Op, targets: dict[str, str]) -> Op:
+        rank, count = self.work.lora_rank, _groups(op)
+        low, outs = tuple(f"lora_{target}" for target in targets), [*targets.values()]
+        rows = self.activations[low[0]].rows
+        each = ceil(rows / count)
         whole = self.tp if op.reduce is not None else 1  # row-parallel outputs are whole
         widths = [self._columns(out) // whole for out in outs]
-        trained = sum(widths) * rank
+        trained = count * sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {
-            "forward": tuple(Gemm(rows, width, rank) for width in widths),
+            "forward": tuple(Gemm(each, width, rank, count) for width in widths),
             "backward_input": tuple(
-                Gemm(rows, rank, width)
+                Gemm(each, rank, width, count)
                 for name, width in zip(low, widths, strict=True)
                 if name in self.live
             ),
-            "backward_weight": tuple(Gemm(rank, width, rows) for width in widths),
+            "backward_weight": tuple(Gemm(rank, width, each, count) for width in widths),
         }
         scratch = 0
         if not self.system.kernels.fused_linears:
@@ -390,20 +412,21 @@ class _Trainer:
         )
         if whole > 1:
             op = replace(op, reduce=_doubled(op.reduce), grad_gather=_doubled(op.grad_gather))
-        return self._dora(op, targets, outs) if self.work.dora else op
+        return self._dora(op, [*targets], outs) if self.work.dora else op
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
         """The kernels that scale an adapter's output and add it to the linear's output, with a cast
-        if their types differ."""
+        if the two types differ."""
         cast = 0 if self.width == self.e else self.width + self.e
         each = 4 * self.width + self.e + cast if forward else 2 * self.width + cast
         launches = (2 if forward else 1) + bool(cast)
         return (Elementwise(elements * each, count * launches),)
 
     def _dora(self, op: Op, targets: list[str], outs: list[str]) -> Op:
-        """A linear whose adapters also train a magnitude for each output column.  It saves the
-        outputs of the linear and of the adapter.  Each forward computes the norm of W + s B A from
-        the product of A and B with an identity, which is then freed (PEFT, tuners/lora/dora.py)."""
+        """A linear whose adapters also train a magnitude for each output column. It saves the
+        outputs of the linear and of the adapter. Each forward computes the norm of W + s B A; the
+        product of A and B is made with an identity matrix and then freed (PEFT,
+        tuners/lora/dora.py)."""
         (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
         columns = self._columns(x)
         for target, out in zip(targets, outs, strict=True):

@@ -17,9 +17,9 @@ from rematbench.workload import Experts, Workload
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, whether it trains (`Place`),
-    whether it predicts one more token, whether its linears are quantised, whether it shares the
-    weights of an earlier layer, and whether it owns or borrows a memory table instead of an MLP."""
+    """A kind of layer: its attention window, whether it has one MLP (not experts), which weights
+    train (`Place`), whether it predicts one more token, whether its linears are quantised, whether
+    it shares the weights of an earlier layer, and whether it owns or borrows a memory table."""
 
     window: int
     dense: bool
@@ -31,7 +31,7 @@ class LayerKind(NamedTuple):
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """The embedding: token (and learned position) lookup; its output is the first layer's input."""
+    """The embedding: a lookup of tokens (and learned positions) for the first layer's input."""
     b = Builder(work, layout, system, True)
     if work.model.embedding_width:
         return _narrow_embedding(b)
@@ -48,8 +48,9 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 def _narrow_embedding(b: Builder) -> OpTable:
-    """A narrow embedding, its norm, and the linear to the hidden columns.  Source: Transformers
-    5.23.0, models/albert/modeling_albert.py (AlbertEmbeddings, embedding_hidden_mapping_in)."""
+    """A narrow embedding, its norm, and the linear that widens it to the hidden columns. Source:
+    Transformers 5.23.0, models/albert/modeling_albert.py (AlbertEmbeddings,
+    embedding_hidden_mapping_in)."""
     narrow, model = b.model.narrow, b.model
     x = b.add("embedding_narrow", b.s.shard_tokens, narrow * b.e)
     moved = b.nbytes(x)
@@ -116,11 +117,12 @@ def layer_table(
     dense: bool = True,
     memory: str = "",
 ) -> OpTable:
-    """One decoder layer, from `layer_input` to `layer_output`.  `dense`: it has one MLP, not the
-    model's experts; `memory`: whether it owns or borrows the table that it reads instead of an MLP.
+    """One decoder layer, from `layer_input` to `layer_output`. `dense`: it has one MLP instead of
+    the model's experts; `memory`: whether it owns or borrows the table that it reads instead of an
+    MLP.
 
-    A parallel block has its norms first and its residual additions last.  So the backward reads the
-    gradient of the output in both branches before it adds to the gradient of the input.
+    A parallel block has its norms first and its residual additions last. So the backward of both
+    branches reads the output's gradient before anything is added to the input's gradient.
     """
     b = Builder(work, layout, system, fused_attention)
     b.shard("layer_input")
@@ -174,11 +176,11 @@ def prediction_table(
     copies: bool,
 ) -> OpTable:
     """The layer that predicts one more token, from `layer_input`, the decoder's output, to
-    `layer_output`, which joins the hidden columns of both for the head, the prediction's last.
-    `copies`: the layer's rank has a copy of the embedding.
+    `layer_output`, which has the hidden columns of the decoder and then those of the prediction,
+    for the head. `copies`: the layer's rank has a copy of the embedding.
 
-    Source: megatron-core 0.16.1, multi_token_prediction.py (MultiTokenPredictionLayer).
-    Deviation: the final norm is here, even if another stage has the decoder's last layer.
+    Source: megatron-core 0.16.1, multi_token_prediction.py (MultiTokenPredictionLayer). Deviation:
+    the final norm is here, even if another stage has the decoder's last layer.
     """
     b = Builder(work, layout, system, fused_attention)
     hidden = work.model.hidden
@@ -211,7 +213,7 @@ def prediction_table(
 
 
 def _beside(b: Builder, name: str, inputs: tuple[str, str], out: str) -> None:
-    """Add the copy of two tensors into the columns of one tensor, `out`."""
+    """Add the copy of two tensors into one tensor `out`, side by side in its columns."""
     b.add(out, b.s.shard_tokens, 2 * b.model.hidden * b.e)
     moved = (Elementwise(2 * b.nbytes(out)),)
     b.op(name=name, inputs=inputs, outputs=(out,), forward=moved, backward_input=moved)
@@ -245,7 +247,7 @@ def _heads(b: Builder, x: str) -> None:
 
 
 def _norm(b: Builder, name: str, x: str, has: bool) -> str:
-    """Add a norm if the model has it, and return the name of its output; otherwise return `x`."""
+    """Add a norm if the model has it, and return its output's name; otherwise return `x`."""
     if not has:
         return x
     b.norm(name, x, f"{name}_out")
@@ -253,12 +255,12 @@ def _norm(b: Builder, name: str, x: str, has: bool) -> str:
 
 
 def _is_normed(b: Builder, name: str) -> bool:
-    """Whether a norm follows the projection (the rotation after the norm saves no input)."""
+    """Whether a norm of heads follows the projection `name`."""
     return b.model.qk_norm and name[0] in "qk"
 
 
 def _mlp(b: Builder, x: str) -> None:
-    """Add the MLP from the tensor `x` to `fc2_out`.  ReLU saves its output, which `fc2` saves too;
+    """Add the MLP from the tensor `x` to `fc2_out`. ReLU saves its output, which `fc2` also saves;
     squared ReLU saves one tensor, as GELU does."""
     ffn, model = b.s.ffn, b.model
     if not model.gated:
@@ -277,8 +279,8 @@ def _mlp(b: Builder, x: str) -> None:
 
 
 def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """The head: final norm, output projection over a vocabulary shard, and cross-entropy.  After a
-    layer that predicts one more token it has no norm, and logits for both predictions."""
+    """The head: final norm, output projection over a vocabulary shard, and cross-entropy. If a
+    layer predicts one more token, the head has no norm, and logits for both predictions."""
     b = Builder(work, layout, system, True)
     x, bias = "final_norm_out", work.model.head_bias
     if work.model.mtp_layers:
@@ -296,9 +298,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 class SharedVocabulary(NamedTuple):
-    """A vocabulary whose rows all pipeline stages share: `share` has the operators on a stage's
-    rows, and `norm` the head's operators that stay on the last stage.  `positions`: embedding
-    parameters that stay on the first stage."""
+    """A vocabulary whose rows all pipeline stages share. `share`: the operators on a stage's rows;
+    `norm`: the head's operators, which stay on the last stage; `positions`: embedding parameters
+    that stay on the first stage."""
 
     share: OpTable
     norm: OpTable
@@ -343,8 +345,8 @@ def shared_vocabulary(
 
 
 def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
-    """Add the cross-entropy of logits.  `beside`: tensors that stay in memory in addition to the
-    tensor that the loss saves."""
+    """Add the cross-entropy of logits. `beside`: tensors that stay in memory besides the saved
+    one."""
     s, e, system = b.s, b.e, b.system
     logits_bytes = b.nbytes(logits)
     wide = max(4, e) if system.loss.logits_fp32 else e
@@ -369,9 +371,9 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
 
 
 def _beside_loss(b: Builder) -> tuple[str, ...]:
-    """Names of tensors of logits that stay in memory besides the loss's saved tensor: the tanh of
-    an eager soft cap, and the model's output if the training loop holds it (here until the end of
-    the loss's backward)."""
+    """Add the tensors of logits that stay in memory besides the one that the loss saves, and return
+    their names: the tanh of an eager soft cap, and the model's output if the training loop holds it
+    (here until the end of the loss's backward)."""
     widths = {
         "logits_capped": b.e if b.system.kernels.eager_operators and b.model.logit_soft_cap else 0,
         "logits_held": b.system.loss.held_logit_bytes,
@@ -384,9 +386,9 @@ def _loss_scratch(
 ) -> tuple[int, int]:
     """Forward and backward scratch bytes of an unfused loss; `sharded`: the vocabulary is split.
 
-    The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
-    copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
-    `model(x).float()` does not), and the copy without the last token.  Backward, unless in place:
+    The logits, the saved softmax and the logits' gradient are counted elsewhere. Forward: the fp32
+    copy of the logits (Megatron also keeps the logits meanwhile; F.cross_entropy of
+    `model(x).float()` does not), and the copy without the last token. Backward, unless in place:
     the gradients of the log-probabilities and of the fp32 logits, before the gradient of the logits
     exists; with sharded logits also the sum of both (torch 2.11,
     distributed/tensor/parallel/loss.py, `(grad_input + torch.exp(x)) * grad_output`).

@@ -29,9 +29,9 @@ FP32 = 4
 
 
 def _inside_norm(model: Model) -> tuple[int, int]:
-    """Scratch bytes per element of an eager RMSNorm's forward and backward.  In addition to inputs,
-    outputs and saved tensors, the forward holds one fp32 tensor, the backward three and a half or
-    four.  Source: traces of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
+    """Scratch bytes per element of an eager RMSNorm's (forward, backward). Besides inputs, outputs
+    and saved tensors, the forward holds one fp32 tensor, the backward three and a half or four.
+    Source: traces of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
     return (4, 14) if model.norm_offset else (4, 16)
 
 
@@ -86,13 +86,12 @@ class Builder:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of an element of statistics and probabilities: fp32, or the compute precision if
-        it is wider."""
+        """Bytes of an element of statistics and probabilities: those of fp32, or more in fp64."""
         return max(FP32, self.e)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of a tensor with all the rank's tokens and its hidden columns (after a gather)."""
+        """Bytes of a tensor with all tokens of the rank, gathered, and its hidden columns."""
         return self.s.tokens * self.s.hidden * self.e
 
     def table(self, part: Part) -> OpTable:
@@ -110,7 +109,7 @@ class Builder:
 
     def head_norm(self, name: str, x: str, out: str, width: int) -> None:
         """Add a norm over each head of queries or keys (all tokens, this rank's columns), or over
-        their whole width, whose statistics tensor parallelism sums."""
+        all their columns, whose statistics tensor-parallel ranks sum."""
         whole = self.model.qk_norm_weights == "width"
         heads = 1 if whole else width // self.model.head_dim
         self._norm(name, x, self.wide(out, width), heads, self.model.head_norm_parameters(width))
@@ -119,8 +118,8 @@ class Builder:
             self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
     def latent_norm(self, name: str, x: str, rank: int, beside: tuple[str, ...] = ()) -> None:
-        """Add a norm over `rank` compressed columns of a rank's rows.  `beside`: the tensors in the
-        same storage as `x`, which stay in memory with a saved view of it."""
+        """Add a norm over `rank` compressed columns of a rank's rows. `beside`: tensors in the same
+        storage as `x`, which stay in memory with it."""
         out = self.add(f"{name}_out", self.s.shard_tokens, rank * self.e)
         self._norm(name, x, out, 1, self.model.norm_parameters_of(rank), beside)
 
@@ -179,8 +178,8 @@ class Builder:
         width: int = 0,
     ) -> None:
         """Add a column-parallel linear of `width` input columns (0: the hidden columns): it gathers
-        its input or all-reduces its input gradient.  Ranks that split its input columns all-reduce
-        its output (Singh et al., arXiv 2305.13525)."""
+        its input, or all-reduces its input's gradient. Ranks that split its input columns
+        all-reduce its output (Singh et al., arXiv 2305.13525)."""
         for out, each in outs.items():
             self.wide(out, each)
         columns = sum(outs.values())
@@ -256,8 +255,8 @@ class Builder:
         *,
         parameters: int = 0,
     ) -> None:
-        """Add an activation function or a product over the tensor-parallel region.  An activation
-        of eager operators also saves its steps, which are one tensor here."""
+        """Add an activation function or a product over the tensor-parallel region. An activation
+        function of eager operators also saves its steps, which are one tensor here."""
         ffn_bytes = self.s.ffn * self.e
         self.add(out, self.s.tokens, ffn_bytes)
         one = self.nbytes(out)
@@ -278,8 +277,8 @@ class Builder:
         )
 
     def projected(self, name: str) -> str:
-        """The activation name of a projection's output.  The inputs of attention are named q, k and
-        v, so under Ulysses the projections' outputs, in row order, have different names."""
+        """The name of a projection's output. The inputs of attention are q, k and v, so under
+        Ulysses the projections' outputs, which are in row order, have other names."""
         return f"{name}_rows" if self.ulysses > 1 else name
 
     def attention(self, window: int) -> None:
@@ -288,11 +287,10 @@ class Builder:
         processes its slice of the sequence with a part of the heads.
 
         Under Ulysses the qkv and output projections process the rank's part of the sequence with
-        all heads (row order).  The kernel processes whole sequences with a part of the heads (head
-        order).  The kernel's backward reads q, k, v and its output in head order; the weight
-        gradient of the output projection reads the output in row order.  So the output is saved in
-        both orders.  q, k and v in row order are not saved, because RoPE's backward reads only
-        angles.
+        all heads (row order). The kernel processes whole sequences with a part of the heads (head
+        order). Its backward reads q, k, v and its output in head order, and the weight gradient of
+        the output projection reads the output in row order, so the output is saved in both orders.
+        q, k and v in row order are not saved, because RoPE's backward reads only angles.
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
@@ -371,19 +369,19 @@ class Builder:
         )
 
     def _with_values(self) -> tuple[str, ...]:
-        """The columns of keys that stay in memory with the saved values of latent attention, if the
-        values are a view of the up-projection's output (stacks with fused linears copy the values).
-        Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
+        """The columns of keys that stay in memory with the saved values of latent attention,
+        because these are a view of the up-projection's output (stacks with fused linears copy
+        them). Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
         views = self.model.latent is not None and not self.system.kernels.fused_linears
         return ("k_nope",) if views and self.ulysses == 1 else ()
 
     def _merged(self) -> tuple[int, int]:
-        """Scratch bytes of a forward and a backward that merge attention over ranks in fp32.
-        Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py.
-        _merge_one holds four tensors as large as the output.  _templated_ring_attention_backward
-        holds a sum of dQ, and for dK and dV the received sum, the updated sum and the sent sum.
-        Both copy the keys and values that they send.  The kernel's fp32 sum of dQ counts here,
-        unless `_inside_fused` counts it."""
+        """(forward, backward): scratch bytes of merging attention over ranks in fp32. Source: torch
+        2.13, distributed/tensor/experimental/_context_parallel/_attention.py. _merge_one holds four
+        tensors as large as the output. _templated_ring_attention_backward holds a sum of dQ, and
+        for dK and dV the received sum, the updated sum and the sent sum. Both copy the keys and
+        values that they send. The kernel's fp32 sum of dQ is counted here, unless `_inside_fused`
+        counts it."""
         if self.s.cp == 1 or not self.system.parallel.cp_merges:
             return 0, 0
         q, kv = (FP32 * self.nbytes(*names) // self.e for names in (("q",), ("k", "v")))
@@ -392,9 +390,10 @@ class Builder:
         return 4 * q + sent, q + alone * q + 3 * kv + sent
 
     def _attention_comms(self) -> "_AttentionComms":
-        """The collectives of attention under context parallelism.  allgather: KV of all cp ranks is
-        gathered, and dKV is reduce-scattered (ATC'24).  ring: KV is exchanged during the kernels,
-        and KV with dKV in the backward (Ring Attention, arXiv 2310.01889)."""
+        """The collectives of attention under context parallelism. allgather: keys and values of all
+        cp ranks are gathered, and their gradients reduce-scattered (ATC'24). ring: they are
+        exchanged during the kernels, in the backward with their gradients (Ring Attention, arXiv
+        2310.01889)."""
         kv = self.nbytes("k", "v")
         cp = self.s.cp
         if cp > 1 and self.system.parallel.cp_kind == "ring":
@@ -407,7 +406,8 @@ class Builder:
         return _AttentionComms()
 
     def _repeated(self) -> tuple[str, ...]:
-        """Add keys and values repeated for each query head, if attention receives such tensors."""
+        """Add keys and values that are repeated for each query head, if the stack's attention reads
+        them."""
         kernels = self.system.kernels
         repeats = kernels.repeats_kv if self.fused_attention else kernels.eager_operators
         if not repeats or self.s.kv_heads == self.s.heads:
@@ -416,8 +416,8 @@ class Builder:
         return tuple(self.add(n, self.s.tokens, self.s.q_width * self.e, False) for n in names)
 
     def _scores(self) -> tuple[str, ...]:
-        """Add the materialised probabilities; with dropout also a byte mask and the dropped
-        probabilities. Eager operators also save the softmax in fp32, and the tanh of a soft cap."""
+        """Add the stored probabilities; with dropout also a byte mask and the probabilities after
+        it. Eager operators also save the softmax in fp32, and the tanh of a soft cap."""
         row = self.s.heads * self.s.seq_len
         names = [self.add("attn_probs", self.s.tokens, row * self.e, False)]
         if self.system.kernels.eager_operators and self.e < 4:
@@ -438,12 +438,12 @@ class Builder:
         return self.s.tokens * self.s.q_width * (FP32 + grouped)
 
     def _inside_scores(self) -> tuple[int, int]:
-        """Scratch bytes of eager attention in the forward and the backward of its softmax (0 if one
-        kernel computes the softmax).  Forward: the masked scores and their fp32 copy, minus the
-        copy of the softmax, which does not exist yet.  Backward: the gradients of the softmax and
-        of the scores in fp32, minus the saved copy and the values, which are free, and minus the
-        gradients of q and k, which do not exist yet (the values' gradient has as many heads as q).
-        Source: traces of eager_attention_forward (Transformers 5.23.0)."""
+        """(forward, backward): scratch bytes of eager attention's softmax (0 if one kernel computes
+        it). Forward: the masked scores and their fp32 copy, minus the copy of the softmax, which
+        does not exist yet. Backward: the gradients of the softmax and of the scores in fp32, minus
+        the saved copy and the values, which are free, and minus the gradients of q and k, which do
+        not exist yet (the values' gradient has as many heads as q). Source: traces of
+        eager_attention_forward (Transformers 5.23.0)."""
         if not self.system.kernels.eager_operators:
             return 0, 0
         s, wide = self.s, max(FP32, self.e)

@@ -1,12 +1,12 @@
 """The operators of a mixture of experts, as Megatron-core's dispatchers run them.
 
 All experts receive equally many tokens ("balanced"), or the experts of the worst rank receive
-`imbalance` times the mean.  A capacity limits the tokens that an expert takes from each rank.  With
-padding an expert takes exactly its capacity; sizes are then known, so ranks gather no counts and
-the host does not wait for them.  Router probabilities scale the activation inside an expert, so the
-second GEMM's output is not saved.
-Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
-experts.py; saved bytes and launches from traces of its layers on fake tensors.
+`imbalance` times the mean. A capacity limits the tokens that an expert takes from each rank. With
+padding an expert takes exactly its capacity; sizes are then known in advance, so ranks gather no
+counts and the host waits for none. Router probabilities scale the activation inside an expert, so
+the second GEMM's output is not saved. Source: Megatron-core 0.16.1, core/transformer/moe:
+router.py, token_dispatcher.py, moe_utils.py, experts.py; saved bytes and launches from traces of
+its layers on fake tensors.
 """
 
 from math import ceil
@@ -30,9 +30,10 @@ INDEX = 8
 Copied = tuple[tuple[Elementwise], tuple[Elementwise]]
 """Kernels of copies, forward and backward."""
 ONCE = ("deepep", "hybridep")
-"""Dispatchers that send one copy of a token to each rank, which sums its experts' outputs."""
+"""Dispatchers that send a token once to each rank with some of its experts; the rank sums their
+outputs."""
 HELD = ("permuted", "dispatched")
-"""Tensors that variables of a layer's forward hold until its end: the sent and the received tokens
+"""The sent and the received tokens, which variables of a layer's forward hold until its end
 (moe_layer.py, hidden_states and dispatched_input)."""
 ROUTED = frozenset(
     (
@@ -40,20 +41,24 @@ ROUTED = frozenset(
         *("expert_fc2", "unsort", "combine", "unpermute"),
     )
 )
-"""The operators that the host issues at the pace of experts (config/calibration.yaml,
-expert_pace)."""
+"""The operators whose launches take `expert_pace` (config/calibration.yaml) times as long."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
-    """Add the mixture of experts from the tensor `x` to `out`, both in the sequence-parallel
-    region."""
+    """Add the mixture of experts from the tensor `x` to `out` (sequence-parallel region)."""
     routed = out if not experts.shared_ffn else "routed_out"
     _route(b, experts, x)
     _count(b, layout, experts)
     if b.system.experts.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
         ranks = layout.ep * layout.expert_tp
         _grouped(b, layout, experts, _gather(b, layout, experts, x))
-        _scatter(b, layout, ranks, routed)
+        # Add the outputs of this rank's experts to the rows of their tokens, and sum the rows over
+        # the ranks that share experts.
+        b.shard(routed)
+        whole = ranks * b.nbytes(routed)
+        group: Group = "ep" if layout.ep > 1 else "etp"
+        copied = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
+        _give(b, routed, ("permutation",), copied, group, whole)
     else:
         once = b.system.experts.dispatcher in ONCE and layout.ep > 1
         names = (_dispatch_once if once else _dispatch)(b, layout, experts, x)
@@ -66,9 +71,9 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
 
 def router_bytes(experts: Experts, width: int = FP32) -> int:
     """Bytes that a router saves per token: an index (INDEX bytes) and a probability (`width` bytes)
-    for each active expert.  A sigmoid router adds the probabilities of all experts and their sum.
-    An auxiliary loss adds its own probabilities of all experts, with a sigmoid also their sum.
-    Groups of experts add their masks and choices."""
+    for each active expert. A sigmoid router also saves the probabilities of all experts and their
+    sum; an auxiliary loss the probabilities that it computes, with a sigmoid also their sum; groups
+    of experts their masks and choices."""
     count, active = experts.count, experts.active
     sums = width * (experts.router == "sigmoid")
     nbytes = (INDEX + width) * active + sums
@@ -82,7 +87,7 @@ def router_bytes(experts: Experts, width: int = FP32) -> int:
 
 
 def _route(b: Builder, experts: Experts, x: str) -> None:
-    """The router: a linear on a rank's tokens, replicated over tensor-parallel ranks."""
+    """Add the router: a linear on a rank's tokens, which each tensor-parallel rank has whole."""
     rows, h, count = b.s.shard_tokens, b.model.hidden, experts.count
     scores = b.add("router_scores", rows, router_bytes(experts, b.wide_bytes))
     wide = FP32 * rows * count
@@ -104,9 +109,9 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _count(b: Builder, layout: Layout, experts: Experts) -> None:
-    """Count the tokens of each expert and gather the counts of all ranks that exchange tokens.  The
-    host waits for the counts, because they are the sizes of the exchange and of the grouped GEMMs;
-    sizes of padded experts are known without counts."""
+    """Add the count of each expert's tokens, and the gather of the counts of all ranks that
+    exchange tokens. The host waits for the counts, because they are the sizes of the exchange and
+    of the grouped GEMMs; for padded experts these are known without counts."""
     ranks = layout.ep * layout.expert_tp
     counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
     gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
@@ -122,8 +127,8 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
 
 
 def _permute(b: Builder, experts: Experts, x: str) -> None:
-    """Copy each token once for each of its experts, in the order of experts.  It saves the map of
-    tokens to experts, the probabilities by expert, and the order."""
+    """Add the copy of each token for each of its experts, in the order of experts. It saves the map
+    of tokens to experts, the probabilities by expert, and the order."""
     sent = _sent(b, experts)
     saved = _order(b, experts)
     tokens = b.add("permuted", sent, b.model.hidden * b.e)
@@ -141,7 +146,8 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
-    """Send the copies to the ranks of their experts; return the names of the received tensors."""
+    """Add the copies and the exchange that sends them to their experts; return the names of the
+    received tensors."""
     _permute(b, experts, x)
     names = ("permuted", "permuted_probs")
     if layout.ep == 1:
@@ -153,8 +159,9 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str
 
 
 def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
-    """Send each token once to each rank that has some of its experts; return the names of the
-    tensors that `_sort` reads.  Source: DeepEP (deepseek-ai/DeepEP, README: is_token_in_rank)."""
+    """Add the exchange that sends each token once to each rank with some of its experts; return the
+    names of the tensors that `_sort` reads. Source: DeepEP (deepseek-ai/DeepEP, README:
+    is_token_in_rank)."""
     rows = ceil(_received(b, layout, experts) * reached_share(layout.ep, experts.active))
     tokens = b.add("dispatched", rows, b.model.hidden * b.e)
     _order(b, experts)
@@ -163,8 +170,8 @@ def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tupl
 
 
 def _order(b: Builder, experts: Experts) -> str:
-    """Add what the backward needs of the order in which a rank's tokens are copied: for each token
-    the map to experts, the probabilities by expert, and the order."""
+    """Add the tensor by which the backward undoes the copying of tokens: for each token the map to
+    experts, the probabilities by expert, and the order."""
     tokens = b.s.shard_tokens
     nbytes = (1 + b.wide_bytes) * experts.count + INDEX * experts.active
     if b.padded:  # two orders are saved, of tokens and of probabilities, but no map
@@ -173,15 +180,15 @@ def _order(b: Builder, experts: Experts) -> str:
 
 
 def _most(b: Builder, experts: Experts) -> int:
-    """Copies of a rank's tokens that all experts take at their capacity.  Source: Megatron-core
+    """The most copies of a rank's tokens that all experts together take. Source: Megatron-core
     0.16.1, core/transformer/moe/moe_utils.py, get_capacity."""
     rows = b.s.shard_tokens * experts.active
     return experts.count * ceil(rows / experts.count * b.capacity_factor)
 
 
 def _sent(b: Builder, experts: Experts) -> int:
-    """The number of copies of its tokens that a rank sends: one for each of a token's experts, at
-    most the experts' capacity, and exactly their capacity if they are padded."""
+    """The number of copies that a rank sends: one for each of a token's experts, at most the
+    experts' capacity, and exactly this capacity if they are padded."""
     rows = b.s.shard_tokens * experts.active
     if b.padded:
         return _most(b, experts)
@@ -189,8 +196,8 @@ def _sent(b: Builder, experts: Experts) -> int:
 
 
 def _received(b: Builder, layout: Layout, experts: Experts) -> int:
-    """The number of copies of tokens that a rank's experts receive; the worst rank's if experts are
-    not balanced."""
+    """The number of copies that a rank's experts receive; the worst rank's if they are not
+    balanced."""
     sent = _sent(b, experts)
     if layout.ep == 1 or b.padded:
         return sent
@@ -199,8 +206,8 @@ def _received(b: Builder, layout: Layout, experts: Experts) -> int:
 
 
 def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], once: bool) -> int:
-    """Sort the received tokens by expert, and copy each for its experts if it came `once`; return
-    the number of rows."""
+    """Add the sorting of received tokens by expert; a token that came `once` is copied for each of
+    its experts. Return the number of rows."""
     saved = ("permutation",) if once else ()
     rows = _received(b, layout, experts) * layout.expert_tp
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
@@ -219,7 +226,7 @@ def _take(
     group: Group,
     nbytes: int,
 ) -> None:
-    """Add the copy into the order of experts, after a gather of `nbytes` (0: none)."""
+    """Add the copy of rows into the order of experts, after a gather of `nbytes` (0: none)."""
     b.op(
         name="sort",
         inputs=inputs,
@@ -237,7 +244,8 @@ def _take(
 def _give(
     b: Builder, out: str, saved: tuple[str, ...], copied: Copied, group: Group, nbytes: int
 ) -> None:
-    """Add the copy out of the order of experts, before a reduction of `nbytes` (0: none)."""
+    """Add the copy of rows out of the order of experts, before a reduction of `nbytes` (0:
+    none)."""
     b.op(
         name="unsort",
         inputs=("expert_out",),
@@ -253,8 +261,8 @@ def _give(
 
 
 def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
-    """Gather the tokens of all ranks that share experts, and copy those for this rank's experts in
-    the order of experts; return the number of rows."""
+    """Add the gather of the tokens of all ranks that share experts, and the copy of those for this
+    rank's experts, in the order of experts; return the number of rows."""
     rows = _received(b, layout, experts) * layout.expert_tp
     saved = _order(b, experts)
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
@@ -265,16 +273,6 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     copied = copies_of(b, "sort", 2 * taken, taken + whole)
     _take(b, (x, "router_scores", COUNTS), (saved,), copied, group, whole)
     return rows
-
-
-def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
-    """Add the outputs of this rank's experts to the rows of their tokens, and sum the rows over the
-    ranks that share experts."""
-    b.shard(out)
-    whole = ranks * b.nbytes(out)
-    group: Group = "ep" if layout.ep > 1 else "etp"
-    copied = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
-    _give(b, out, ("permutation",), copied, group, whole)
 
 
 def _exchange(
@@ -294,10 +292,9 @@ def _exchange(
 
 
 def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
-    """The experts of a rank: two grouped GEMMs with the weighted activation between them.  A gated
-    activation and its weighting are one kernel; any other activation saves its output for the
-    gradient of the probabilities (experts.py, bias_act_func: fusions exist for SwiGLU and quick
-    GEGLU)."""
+    """Add a rank's experts: two grouped GEMMs with the weighted activation between them. A gated
+    activation and its weighting are one kernel; another activation saves its output for the
+    gradient of the probabilities (experts.py, bias_act_func: fused for SwiGLU and quick GEGLU)."""
     model, h, e = b.model, b.model.hidden, b.e
     count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
     columns = width * (2 if model.gated else 1)
@@ -348,18 +345,18 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
 
 
 def _clamping(nbytes: int) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
-    """The kernels that clamp the halves of a gated activation's input of `nbytes` bytes, forward
-    and backward: both halves are read, written and joined; the backward also reads their gradients.
-    Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl.
-    """
+    """The (forward, backward) kernels that clamp both halves of a gated activation's input of
+    `nbytes` bytes: the halves are read, written and joined; the backward also reads their
+    gradients. Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py,
+    weighted_bias_quick_geglu_impl."""
     return ((Elementwise(4 * nbytes, 3),), (Elementwise(5 * nbytes, 3),)) if nbytes else ((), ())
 
 
 def _biases(
     b: Builder, elements: int, count: int
 ) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
-    """The kernels that add the last bias of `count` experts to outputs of `elements` elements,
-    forward and backward.  The forward adds bias times probability, in fp32, to the rows of each
+    """The (forward, backward) kernels that add the last bias of `count` experts to outputs of
+    `elements` elements. The forward adds bias times probability, in fp32, to the rows of each
     expert, joins the rows and casts them; the backward casts, multiplies by both factors and sums.
     Source: Megatron-core 0.16.1, core/transformer/moe/experts.py, TEGroupedMLP._apply_bias."""
     if not b.model.mlp_bias:
@@ -371,9 +368,9 @@ def _biases(
 
 
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool) -> None:
-    """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
-    ranks, and sum each token's outputs.  If a token came `once`, each rank sums its outputs before
-    it sends them, and the exchange sums over ranks."""
+    """Add the way back: outputs are put into the order of the dispatch, sent to their tokens'
+    ranks, and summed for each token. If a token came `once`, each rank sums its outputs before it
+    sends them, and the exchange sums over ranks."""
     sent, hidden = _sent(b, experts), b.model.hidden * b.e
     whole = b.nbytes("expert_out")
     copies = b.activations["expert_in"].rows // layout.expert_tp

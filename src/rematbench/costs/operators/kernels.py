@@ -1,4 +1,4 @@
-"""The shapes of kernels: operator tables contain them, and formulas compute their seconds."""
+"""The shapes of kernels, which operator tables contain and from which formulas compute seconds."""
 
 from typing import Literal
 
@@ -19,13 +19,13 @@ class Gemm(Struct, frozen=True, tag="gemm"):
 
 
 class Attention(Struct, frozen=True, tag="attention"):
-    """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
+    """Causal attention of one rank: `q_rows` query rows attend to `kv_rows` prefix rows.
 
-    `heads` is the number of heads of one rank, `head_dim` the columns of a head of queries and
-    keys, `v_dim` the columns of a head of values (0: `head_dim`); `pairs` is the number of (query,
-    key) pairs per sequence and head under the causal mask (and window), summed over the rank's
-    query rows; `fused`: a flash kernel, without materialised scores.  `documents`: the documents
-    of a sequence, which a variable-length kernel computes separately (1: one, or the full square).
+    `heads`: the heads of one rank; `head_dim`: the columns of a head of queries and keys; `v_dim`:
+    the columns of a head of values (0: `head_dim`); `pairs`: the (query, key) pairs per sequence
+    and head under the causal mask (and window), summed over the rank's query rows; `fused`: a flash
+    kernel, which does not store scores. `documents`: the documents of a sequence, which a
+    variable-length kernel computes separately (1: one, or the full square).
     """
 
     batch: int
@@ -46,9 +46,9 @@ class Attention(Struct, frozen=True, tag="attention"):
 
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):
-    """Memory-bound kernels: the bytes that they read and write, and their launches; `batch`: the
-    number of groups for each of which a loop issues the launches; `of_weights`: the bytes are
-    weights, all of which are read even for a part of the rows."""
+    """Memory-bound kernels: the bytes that they read and write, and their launches. `batch`: a loop
+    issues the launches once for each of this many groups; `of_weights`: the bytes are weights, all
+    of which are read even for some of the rows."""
 
     hbm_bytes: int
     launches: int = 1
@@ -57,8 +57,8 @@ class Elementwise(Struct, frozen=True, tag="elementwise"):
 
 
 class Named(Struct, frozen=True, tag="named"):
-    """A memory-bound operator over `elements` of `element_bytes`.  config/kernels/operators.yaml
-    has its traffic and launches in each direction, by its name."""
+    """A memory-bound operator over `elements` of `element_bytes`. config/kernels/operators.yaml
+    has, by its name, its traffic and launches in each direction."""
 
     operator: Literal["norm", "rope"]
     implementation: NormKernel | RopeKernel
@@ -73,7 +73,7 @@ FLASH_BACKWARD_LAUNCHES = 3
 
 
 def launches(kernel: Gemm | Attention | Elementwise, *, forward: bool, dropout: bool) -> int:
-    """Number of kernels that the device runs.  Unfused attention has two batched GEMMs (four in
+    """The number of kernels that the device runs. Unfused attention has two batched GEMMs (four in
     the backward), the softmax, and the dropout if the model has dropout."""
     match kernel:
         case Attention(fused=True):

@@ -1,9 +1,9 @@
 """The operators of latent attention, from a layer's normed input to queries, keys and values.
 
-Every tensor-parallel rank has the whole down-projections and runs them on its rows; up-projections
-gather these rows and are split by heads.  All heads of keys share columns with rotary positions: a
-rank rotates them for all rows, and joins them with the other columns of its heads.
-Source: DeepSeek-V2 (arXiv 2405.04434); Megatron-core 0.16.1, multi_latent_attention.py, with
+Every tensor-parallel rank has the whole down-projections and runs them on its own rows. The
+up-projections gather the rows and are split by heads. All heads of keys share columns with rotary
+positions: a rank rotates these columns for all rows, and joins them with the other columns of its
+heads. Source: DeepSeek-V2 (arXiv 2405.04434); Megatron-core 0.16.1, multi_latent_attention.py, with
 TransformerEngine's duplicated linears; saved bytes from traces of its layers on fake tensors.
 """
 
@@ -30,7 +30,7 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
     b.latent_norm("kv_latent_norm", "kv_latent", given.kv_rank, beside=("k_rope",))
     wide = {"k_nope": s.heads * given.nope, b.projected("v"): s.out_width}
     copied = 2 * s.tokens * s.out_width * b.e * b.system.kernels.fused_linears
-    copies = memory_kernel(copied) if copied else ()  # they copy the values out of the output
+    copies = memory_kernel(copied) if copied else ()  # values, from the linear's output
     b.column("kv_up", "kv_latent_norm_out", wide, copies, width=given.kv_rank)
     _turn(b, given)
     _join(b, b.projected("k"))
@@ -39,7 +39,7 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
 
 
 def _down(b: Builder, name: str, x: str, outs: dict[str, int]) -> None:
-    """Add a down-projection of a rank's rows, with the whole weight."""
+    """Add a down-projection: each rank has the whole weight and projects its own rows."""
     rows, h, columns = b.s.shard_tokens, b.model.hidden, sum(outs.values())
     for out, width in outs.items():
         b.add(out, rows, width * b.e)
@@ -57,8 +57,8 @@ def _down(b: Builder, name: str, x: str, outs: dict[str, int]) -> None:
 
 
 def _index(b: Builder, given: Latent, x: str, source: str, width: int) -> None:
-    """Add the indexer of sparse attention, which is whole on every rank and chooses tokens for each
-    query (int32).  The choice has no gradient.  Source: DeepSeek-V3.2's model.py; Transformers
+    """Add the indexer of sparse attention, which chooses tokens for each query (int32). Each rank
+    has all of it. The choice has no gradient. Source: DeepSeek-V3.2's model.py; Transformers
     5.23.0, DeepseekV32Indexer."""
     heads, dim, rows = given.index_heads, given.index_dim, b.s.tokens
     out = b.add(CHOSEN, rows, 4 * min(given.index_top, b.s.seq_len), False)
@@ -75,8 +75,8 @@ def _index(b: Builder, given: Latent, x: str, source: str, width: int) -> None:
 
 
 def _turn(b: Builder, given: Latent) -> None:
-    """Add the rotation of the columns of keys that all heads share, for all rows.  A rank's
-    gradient covers only its heads, so tensor-parallel ranks sum their gradients."""
+    """Add the rotation of the columns that all heads of keys share, for all rows. A rank's gradient
+    covers only its heads, so tensor-parallel ranks sum their gradients."""
     out = b.wide("k_turned", given.rope)
     kernel = (Named("rope", b.system.rope_kernel, b.s.tokens * given.rope, b.e),)
     nbytes = b.nbytes(out)
@@ -94,7 +94,7 @@ def _turn(b: Builder, given: Latent) -> None:
 
 
 def _join(b: Builder, out: str) -> None:
-    """Add the copy that joins the columns of each head and the shared columns into whole keys."""
+    """Add the copy that joins each head's own columns and the shared columns into whole keys."""
     b.wide(out, b.s.kv_width)
     moved = memory_kernel(b.nbytes("k_nope", "k_turned", out))
     b.op(

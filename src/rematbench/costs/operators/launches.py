@@ -25,7 +25,7 @@ ROUTER = {False: Launches(10, 8), True: Launches(3, 5)}
 """Launches of a router without its GEMMs, by the fact `fused_router`: casts of the gate, and top-k,
 softmax and the scatters of probabilities and map (one kernel if fused)."""
 ROUTER_LOSS = {False: Launches(15, 8), True: Launches(8, 5)}
-"""Launches that a balancing loss adds: scores, sums, coefficients and an entry in a tracker."""
+"""Launches that a balancing loss adds: scores, sums, coefficients, and an entry in a tracker."""
 LAUNCHES: dict[str, dict[str, Launches]] = {
     "alltoall": {
         COUNTS: Launches(11, 0),
@@ -45,12 +45,12 @@ fused permutations launch as many kernels.  The other counts are read from the s
 makes a map and its probabilities from indices in 13 operators (_indices_to_multihot) before a
 permutation; HybridEP permutes inside its exchange."""
 FUSED_INDICES = {"deepep": Launches(7, 3)}
-"""Launches of `sort` where one kernel makes the map and its probabilities (`fused_indices`)."""
+"""Launches of `sort` if one kernel makes the map and its probabilities (`fused_indices`)."""
 
 
 def launches_of(b: Builder, name: str) -> Launches:
-    """The launches of an operator under the stack's dispatcher.  If ranks exchange no tokens, every
-    dispatcher permutes as `alltoall` does."""
+    """The launches of an operator under the stack's dispatcher. If ranks exchange no tokens, every
+    dispatcher has the launches of `alltoall`."""
     facts = b.system.experts
     alone = b.ep == 1 and (facts.dispatcher != "allgather" or b.expert_tp == 1)
     dispatcher = "alltoall" if alone else facts.dispatcher
@@ -62,30 +62,30 @@ def launches_of(b: Builder, name: str) -> Launches:
 def copies_of(
     b: Builder, name: str, nbytes: int, backward_bytes: int | None = None
 ) -> tuple[tuple[Elementwise], tuple[Elementwise]]:
-    """The forward and backward kernels of an operator that copies rows; `nbytes` are the bytes that
-    a forward reads and writes, and a backward too unless `backward_bytes` is given."""
+    """The (forward, backward) kernels of an operator that copies rows. `nbytes`: bytes that the
+    forward reads and writes; the backward moves as many unless `backward_bytes` is given."""
     forward, backward = launches_of(b, name)
     again = nbytes if backward_bytes is None else backward_bytes
     return (Elementwise(nbytes, forward),), (Elementwise(again, backward),)
 
 
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
-"""The operators of the shared expert.  Megatron-core runs them with attention if experts' exchanges
-overlap with another micro-batch (core/models/gpt/fine_grained_callables.py), and captures them in
-the router's CUDA graph."""
+"""The operators of the shared expert. Megatron-core runs them together with attention if experts'
+exchanges overlap another micro-batch (core/models/gpt/fine_grained_callables.py), and captures them
+in the router's CUDA graph."""
 
 
 def captures_experts(kernels: Kernels, work: Workload) -> bool:
-    """Whether CUDA graphs capture grouped experts; the host then does not issue their kernels."""
+    """Whether CUDA graphs capture grouped experts, whose kernels the host then does not issue."""
     scope = kernels.cuda_graphs
     whole = scope == "layer" and work.expert_padding != "none"
     return whole or kernels.captures_iteration or "moe" in scope.split(",")
 
 
 def uncaptured(kernels: Kernels, work: Workload, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that no CUDA graph of a layer or of its parts captures.  A graph of
-    a whole layer ends after the count of experts' tokens, unless experts are padded, because the
-    host reads sizes there.  Source: Megatron-core 0.16.1, transformer_layer.py,
+    """The operators of a layer that no CUDA graph of the layer or of its parts captures. A graph of
+    a whole layer ends after the count of experts' tokens, because the host reads sizes there,
+    unless experts are padded. Source: Megatron-core 0.16.1, transformer_layer.py,
     _te_cuda_graph_capture and _get_submodules_under_cudagraphs."""
     names, scope = [op.name for op in table.ops], kernels.cuda_graphs
     routed = COUNTS in names

@@ -20,8 +20,8 @@ INDEX_BYTES = 8
 
 
 def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> None:
-    """Add a memory layer's operators from the tensor `x` to `out`.  `owns`: the table belongs to
-    this layer, and other layers add to its gradients."""
+    """Add a memory layer's operators from the tensor `x` to `out`. `owns`: this layer has the
+    table's states, and other layers add to its gradients."""
     tokens, e, hidden, picked = b.s.tokens, b.e, b.model.hidden, given.picked
     b.column("memory_query", x, {"memory_query": given.heads * given.key_dim})
     b.add("memory_rows", tokens, picked * INDEX_BYTES, False)
@@ -71,8 +71,8 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
 
 
 def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, int, int]:
-    """The device bytes that a table in host memory would free on its rank, and the bytes per step
-    of rows copied to the device (for forward and backward) and of their gradients copied back."""
+    """(device bytes that a table in host memory would free on its rank, bytes per step of rows
+    copied to the device for forward and backward, bytes of their gradients copied back)."""
     given, hidden = work.model.memory, work.model.hidden
     assert given is not None
     each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
@@ -83,8 +83,8 @@ def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, 
 
 
 def table_traffic(work: Workload, layout: Layout, states: States) -> tuple[int, int]:
-    """The bytes that a dense update of the table moves in a step: all of them, and a lower bound on
-    those of rows that no token reads (the bound assumes that tokens read no row twice)."""
+    """(bytes that a dense update of the table moves in a step, a lower bound of those for rows that
+    no token reads); the bound assumes that no row is read twice."""
     given, hidden = work.model.memory, work.model.hidden
     assert given is not None
     each = states.grad_bytes + 2 * states.optimizer_bytes + states.param_bytes

@@ -15,10 +15,10 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.model import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "amax"]
-"""`amax`: an all-reduce of a few numbers, the largest elements of tensors."""
+"""`amax`: an all-reduce of a few numbers, which are the largest elements of tensors."""
 DenseGroup = Literal["tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "stage"]
 Group = Literal[DenseGroup, "ep", "etp", "edp", "expert_replica"]
-"""The ranks of each group.  `columns`: those that split the other dimension of the matrices that
+"""The ranks of each group. `columns`: those that split the second dimension of the matrices that
 `tp` splits; `ulysses`: those of an all-to-all inside context parallelism (Ulysses without ring
 attention uses `cp`); `dp`: those over which states are sharded; `replica`: those that hold equal
 shards; `ep`: those over which a layer's experts are spread; `etp`: those that split an expert;
@@ -28,7 +28,7 @@ STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
     **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp", "stage": "tp"},
 }
-"""For groups without their own stream: the group whose stream they share."""
+"""For a group without its own stream: the group whose stream it uses."""
 Part = Literal["embedding", "layer", "head"]
 
 
@@ -45,9 +45,9 @@ class Comm(Struct, frozen=True):
 
 
 class Activation(Struct, frozen=True):
-    """A tensor that one rank holds for one micro-batch: rows x row_bytes.  `copy_of`: the tensor of
-    which it is a quantised copy, and whose gradient it shares; `block_rows`: the number of rows
-    that share scales (0: all rows)."""
+    """A tensor that one rank holds for one micro-batch: rows x row_bytes. `copy_of`: the tensor
+    whose quantised copy it is, and with which it has one gradient; `block_rows`: the number of rows
+    with common scales (0: all rows)."""
 
     name: str
     rows: int
@@ -74,16 +74,16 @@ class Op(Struct, frozen=True, kw_only=True):
     `gathered_bytes` is the temporary gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i has the rows
     of input i in another order, or once for each rank that receives them, and `grad_gather` sends
-    the gradient back.  An operator that only gathers its input has no kernel either (`moves`).
+    the gradient back. An operator that only gathers its input has no kernel either (`moves`).
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
-    moves no bytes. `scratch_*` are bytes that exist only during the kernel. So are `widened_bytes`,
-    the widened copy of a packed weight in the forward and in the input's backward, which even a
-    part of the rows needs whole.
+    moves no bytes. `scratch_*`: bytes that exist only during the kernel. `widened_bytes` too: those
+    of the widened copy of a packed weight, in the forward and in the input's backward, which needs
+    the whole copy even for some of the rows.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator's forward.
 
@@ -147,13 +147,13 @@ class Op(Struct, frozen=True, kw_only=True):
 
     @property
     def moves(self) -> bool:
-        """Whether the operator is only a collective: an all-to-all, or a gather whose output a
-        backward reads."""
+        """Whether the operator is only a collective: an all-to-all, or a gather for a backward."""
         return self.exchanges or (self.reduce is not None and not self.forward)
 
 
 class OpTable(Struct, frozen=True, kw_only=True, dict=True):
-    """The operators of one part of the model in forward order, and every activation they name."""
+    """The operators of one part of the model in forward order, and every activation that they
+    name."""
 
     part: Part
     ops: tuple[Op, ...]
@@ -192,8 +192,8 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def quantised(self) -> int:
-        """The number of weights of one rank of which GEMMs read quantised copies, without weights
-        that belong to another layer."""
+        """The number of one rank's weights of which GEMMs read quantised copies, without weights
+        that belong to an earlier layer."""
         return sum(one.n * one.k * one.batch for one in self._narrow)
 
     @property
@@ -221,8 +221,8 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def with_saved(table: OpTable, names: tuple[str, ...]) -> OpTable:
-    """The table with the tensors `names` also saved.  The operator that writes an output saves it;
-    an input of the part is saved by its first reader."""
+    """The table in which the tensors `names` are saved too: an output by the operator that writes
+    it, an input of the part by its first reader."""
     outputs = {name for op in table.ops for name in op.outputs}
     part_inputs = {name for name in names if name not in outputs}
     ops = []
@@ -270,9 +270,10 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
 
 
 LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
-"""Name endings of the tensors that an adapter saves: the product with its first matrix, its input
-if that is a copy, the dropout mask of the input, and for DoRA the outputs of linear and adapter."""
-GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
+"""Endings of the names of tensors that an adapter saves: the product with its first matrix, its
+input if that is a copy, the dropout mask of the input, and for DoRA the outputs of linear and
+adapter."""
+GATHERED_INPUTS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")
 """The linears whose adapters save a gathered input under tensor parallelism (`lora_*_rows`)."""
 _HEADS = ("q", "k", "v")
 NORMS = (
@@ -320,8 +321,12 @@ LINEAR_INPUTS = (
     "joined",
 )
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
+_ADAPTED = (
+    *(*get_args(AdapterTarget), "expert_fc1", "expert_fc2"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
 _ADAPTERS = (
-    *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"lora_{name}{kind}" for name in _ADAPTED for kind in LORA_KINDS),
     *(f"lora_{name}_rows" for name in GATHERED_INPUTS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
@@ -354,5 +359,5 @@ ACTIVATIONS = frozenset(
         *(f"{name}_mask" for name in ("embedding", "attn_residual", "layer_output")),
     }
 )
-"""The activation names of all models and stacks, which a rule may select.  A model has only some of
-them, so a rule may name an activation that a problem does not have."""
+"""The activation names of all models and stacks. Each model has only some of them, so a rule may
+name an activation that a problem does not have."""

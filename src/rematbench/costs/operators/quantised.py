@@ -1,16 +1,15 @@
 """Operators of a layer whose linears are quantised by a recipe (inputs/recipes.py).
 
 TransformerEngine quantises the input of a linear once, and the linear saves this 8-bit copy and its
-scales instead of the input.  A separate operator makes the copy, so plans treat it as any saved
-tensor.  If another operator saves the input too and the recipe allows it, the linear saves the
-input and quantises again in its backward (megatron-core 0.16.1, attention.py and shared_experts.py:
-set_save_original_input).  torchao saves the input in 16 bits and casts it, and the weight, at each
-use.  Under sequence parallelism, gathers of inputs and of output gradients move quantised bytes; if
-a tensor has one scale from its current values, ranks reduce the largest element first
-(with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its tensor in 16 bits
-and writes its quantised forms.
-Deviations: norms and activations do not write quantised outputs, and the rows of experts are not
-padded to the recipe's multiples.
+scales instead of the input. A separate operator makes the copy, so plans can treat it like any
+saved tensor. If another operator saves the input too and the recipe allows it, the linear saves the
+input and quantises it again in its backward (megatron-core 0.16.1, attention.py and
+shared_experts.py: set_save_original_input). torchao saves the input in 16 bits and casts the input
+and the weight at each use. Under sequence parallelism, gathers of inputs and of output gradients
+move quantised bytes; if a tensor has one scale from its current values, ranks first reduce its
+largest element (with_amax_reduction of TransformerEngine's linears). Each quantisation reads its
+tensor in 16 bits and writes its quantised forms. Deviations: norms and activations do not write
+quantised outputs, and the rows of experts are not padded to the recipe's multiples.
 """
 
 from math import ceil
@@ -37,19 +36,19 @@ PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 def quantised_table(
     table: OpTable, work: Workload, layout: Layout, system: System, generation: str
 ) -> OpTable:
-    """The operators of a layer, with its linears quantised by the recipe of `work`."""
+    """The operators of a layer whose linears the recipe of `work` quantises."""
     return _Quantiser(table, work, layout, system, generation).table()
 
 
 def is_quantised(op: Op) -> bool:
     """Whether an operator is a linear that recipes quantise."""
-    matrix = any(isinstance(one, Gemm) for one in op.forward)  # is_matrix omits shared weights
+    matrix = any(isinstance(one, Gemm) for one in op.forward)  # is_matrix leaves out shared weights
     return matrix and op.has_weight and op.name not in PLAIN
 
 
 SCALE_LAUNCHES = 3
-"""Kernels that compute a scale before the cast: one clears the largest element, one finds it, one
-computes the scale (TransformerEngine, csrc/quantizer.cpp, Float8CurrentScalingQuantizer, and
+"""Kernels that compute a scale before the cast: they clear the largest element, look for it, and
+compute the scale (TransformerEngine, csrc/quantizer.cpp, Float8CurrentScalingQuantizer, and
 common/recipe/current_scaling.cu)."""
 
 
@@ -127,8 +126,8 @@ class _Quantiser:
         return [quantise, changed]
 
     def _cast(self, elements: int, batch: int, forms: int | None = None) -> tuple[Kernel, ...]:
-        """The kernels that quantise a tensor of `elements` elements, once for each of `batch`
-        experts.  A compiler finds the largest element in the kernel that makes the tensor."""
+        """The kernels that quantise a tensor of `elements` elements, in a loop over `batch`
+        experts. A compiler looks for the largest element in the kernel that makes the tensor."""
         passes = 0 if self.compiled else self.recipe.amax_passes
         written = (forms or self.forms) * self.recipe.bits / 8
         if self.casts and not self.compiled:
@@ -137,7 +136,7 @@ class _Quantiser:
         return (Elementwise(ceil(nbytes), 1 + passes * SCALE_LAUNCHES, batch),)
 
     def _beside(self, elements: int, forms: int = 1) -> int:
-        """Scratch bytes of a linear for the quantised forms of a tensor."""
+        """Scratch bytes of a linear for `forms` quantised forms of a tensor."""
         made = ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
         return made + (EAGER_SCRATCH * elements if self.casts and not self.compiled else 0)
 
@@ -145,7 +144,7 @@ class _Quantiser:
         return tuple(replace(one, narrow=True) if isinstance(one, Gemm) else one for one in kernels)
 
     def _sent(self, op: Op, tensor: Activation) -> dict[str, Comm | int | None]:
-        """The linear's collectives over tensor-parallel ranks, which move quantised bytes."""
+        """The collectives of a linear over tensor-parallel ranks, which move quantised bytes."""
         if self.casts:
             return {}
         columns = tensor.row_bytes // self.e

@@ -1,5 +1,4 @@
-"""Expands plans into actions.  This is the only such place: the simulator and the runtime read
-nothing but actions."""
+"""Expands plans into actions. No other module does so: simulator and runtime read only actions."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -67,7 +66,7 @@ from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 class PassClass(NamedTuple):
     """A class of (chunk, micro-batch) pairs with equal blocks: its number, its fates, and the
-    storages whose copies to the host outlive the forward."""
+    storages whose copies to the host end after the forward."""
 
     number: int
     fates: Fates
@@ -75,8 +74,8 @@ class PassClass(NamedTuple):
 
 
 class BlockCache:
-    """A cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
-    flags; pass classes by the rules that reach a chunk."""
+    """A cache that all ranks of a lowering share. The key of a block has the chunk's shape, its
+    fates and flags; the key of a pass class has the rules that reach the chunk."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -93,9 +92,9 @@ class BlockCache:
 def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
-    """Expand a plan into the actions of every rank.  Raise PlanError if the plan cannot be lowered.
-    `only`: the ranks to lower, without the steps after their last pass; the other ranks stay empty.
-    `partly`: rules may match no tensor of these ranks."""
+    """Expand a plan into the actions of every rank. Raise PlanError if the plan cannot be lowered.
+    `only`: the ranks to lower, without the steps after their last pass; other ranks stay empty.
+    `partly`: a rule may match no tensor of these ranks."""
     check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
@@ -137,7 +136,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
-    """The chunks with a forward that is not directly followed by its own backward."""
+    """The chunks of which some forward is not directly followed by its own backward."""
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -150,7 +149,7 @@ class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
-        # Half backwards would keep a slot until the gradients of weights are computed.
+        # Half backwards would occupy a slot until the gradients of weights are computed.
         if plan.halves and plan.transfers.reload_slots:
             plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
@@ -203,7 +202,7 @@ class _RankLowering:
         )
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass.  Its block is built when the first rank needs it."""
+        """Append a step after the last pass. The first rank that needs its block builds it."""
         if key not in self.block_index:
             self._place(key, build)
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
@@ -241,7 +240,7 @@ class _RankLowering:
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
-        """The class of every kind of pass.  Passes of one class share blocks."""
+        """The class of every kind of pass, whose passes share blocks."""
         whole = self.plan.transfers.granularity == "chunk"
         kinds = pass_kinds(self.order, windows, self.slices).items()
         classes = [(kind, self._pass_class(kind, item)) for kind, item in kinds]
@@ -250,7 +249,7 @@ class _RankLowering:
         )
 
     def _pass_class(self, kind: PassKind, item: Pass) -> PassClass:
-        """The class of a kind of pass.  Equal chunks that the same rules reach share a class."""
+        """The class of a kind of pass. Equal chunks with the same rules share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
         if self.ready:
@@ -267,9 +266,8 @@ class _RankLowering:
         return found
 
     def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
-        """The storages whose copies to the host outlive the chunk's forward: with chunk granularity
-        all offloaded storages, with layer granularity the storages of the last unit that
-        offloads."""
+        """The storages whose copies to the host end after the chunk's forward: all offloaded
+        storages, or with layer granularity those of the last unit that offloads."""
         units = chunk.units
         if self.plan.transfers.granularity == "layer":
             last = trailing_unit(chunk, fates, self.plan.transfers)
@@ -347,8 +345,8 @@ class _RankLowering:
     def _gatherer(
         self, chunk: ChunkOps, fates: Fates, gather: bool, *, forward: bool
     ) -> ParameterGatherer | None:
-        """The writer of a pass's parameter gathers, or of the names of copies that an earlier pass
-        gathered; None if the pass needs neither."""
+        """The writer of a pass's parameter gathers, or one that only names the copies that an
+        earlier pass gathered; None if the pass needs neither."""
         parameter, system, lay = (
             self.plan.state("parameter"),
             self.problem.system,
@@ -369,8 +367,8 @@ class _RankLowering:
         )
 
     def _reducer(self, chunk: ChunkOps, reduce: bool, *, norms: bool = False) -> GradReducer | None:
-        """The writer of a backward's gradient reductions; None if it has none.  `norms`: gradients
-        of norms are summed before each reduction."""
+        """The writer of a backward's gradient reductions; None if there are none. `norms`:
+        gradients of norms are summed before each reduction."""
         plan, problem, tied = self.plan, self.problem, self._tied(chunk)
         states = plan.state("gradient"), plan.state("optimizer")
         leaving = self.leaving[chunk.chunk] if self.leaving else None
@@ -408,14 +406,14 @@ class _RankLowering:
         by_unit = self.leaving_gradients or self.update_in_backward
         leaving = bool(self.leaving and self.leaving[chunk.chunk])
         if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
-            # Buckets and pieces span many layers, so no layer's actions can stand for others.
+            # Buckets and pieces span layers, so one layer's actions cannot stand for others.
             return emitter(chunk, fates).block()
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, transfers, ahead, emitter, forward=False)
 
     def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
-        """The half of a backward that computes gradients of inputs (`reduce` None), or of weights;
-        the latter also reduces gradients if `reduce` is true."""
+        """The half of a backward that computes the gradients of inputs (`reduce` None) or of
+        weights. The latter also reduces gradients if `reduce` is true."""
         transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:

@@ -9,6 +9,7 @@ from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
+from rematbench.inputs.layout import Layout
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     Fate,
@@ -19,6 +20,7 @@ from rematbench.plan import (
     PlanError,
     Recompute,
     Select,
+    Share,
     Split,
     gathers_by_layer,
     leaves,
@@ -50,6 +52,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         vocabulary_refusal(plan, lay, problem.system, problem.workload),
         graph_conflict(plan, problem),
         completed_after_backward(problem) if early else "",
+        shares_refusal(plan, lay),
     )
     for refused in filter(None, refusals):
         raise PlanError(refused)
@@ -63,6 +66,19 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     for sequence in plan.mini_sequences:
         if operators.isdisjoint(sequence.ops):
             raise PlanError(f"mini-sequence of {sequence.ops} matches no operator of this model")
+
+
+def shares_refusal(plan: Plan, layout: Layout) -> str:
+    """Why a plan cannot share tensors out over tensor-parallel ranks; empty if it can.  The rules
+    are megatron-core's (0.16.1, training/arguments.py and transformer/transformer_config.py)."""
+    ranks = {rule.fate.ranks for rule in plan.rules if isinstance(rule.fate, Share)}
+    reasons = {
+        "can distribute only across tensor model parallel groups: tp is 1": layout.tp == 1,
+        "must be false when sequence parallel is enabled": layout.sequence_parallel,
+        "is not modelled with a second tensor dimension": layout.tp_columns > 1,
+        f"has parts of {[*ranks]} ranks, but tp is {layout.tp}": ranks != {layout.tp},
+    }
+    return refusal("distribute_saved_activations", reasons) if ranks else ""
 
 
 def _check_partition(plan: Plan, problem: Problem) -> None:
@@ -85,7 +101,7 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
     )
     if [one.prediction for one in stages] != [one.prediction for one in usual]:
         raise PlanError(
-            "partition moves layers that predict more tokens to another chunk than the layout's"
+            "partition must leave layers that predict more tokens in the chunk that the layout says"
         )
     if not all(virtual[1:-1]):
         raise PlanError("partition has an empty chunk in the middle: give it a layer")
@@ -158,7 +174,8 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
 
 
 def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
-    """Why pieces cannot be updated during the last backward; empty if they can, or need not."""
+    """Return why pieces cannot be updated during the last backward; empty if they need not be or
+    can."""
     if pieces.start == "norm":
         return ""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
@@ -198,12 +215,12 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return why the stack's CUDA graphs do not support a plan; empty if they do.
+    """Return why the stack's CUDA graphs do not allow a plan; empty if they do.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
-    a graph (`moe` with moe_router).  A graph's addresses are fixed, so parameters gathered per
-    layer are refused too.
+    a graph (`moe` with moe_router). A graph's addresses are fixed, so parameters gathered per layer
+    are refused too.
     """
     kernels = problem.system.kernels
     if not kernels.captures:
@@ -234,7 +251,7 @@ def _whole(fate: Fate) -> bool:
 
 def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
     """Raise PlanError for a rule that matches no saved tensor of any rank, and for an activation
-    name that no model has (a misspelt name among others that match).  `matched`: the indices of the
+    name that no model has (a misspelt name beside names that match). `matched`: the indices of the
     rules that match; None skips the first check, because some ranks are not lowered."""
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     activations = {name for table in tables for name in table.activations}
@@ -250,8 +267,7 @@ def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -
 
 
 def _select_text(select: Select, names: Collection[str]) -> str:
-    """A selector's restrictions as text.  If an activation is not among `names`, the text suggests
-    the most similar one."""
+    """A selector's restrictions as text, with a similar name if an activation is not in `names`."""
     values = {key: value for key, value in asdict(select).items() if value not in (None, False)}
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
     unknown = [name for name in select.activations or () if name not in names]

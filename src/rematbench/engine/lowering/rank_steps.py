@@ -1,6 +1,6 @@
-"""The order of a rank's steps (passes, messages, copies, releases), given as keys of blocks.
+"""The order of a rank's steps (passes, messages, copies, releases), as keys of blocks.
 
-Plans of one layout often differ in the contents of blocks but rarely in their order.  The order
+Plans of one layout often differ in the contents of blocks but rarely in their order. The order
 depends on few facts, so it is computed once for all plans with equal facts.
 """
 
@@ -22,7 +22,7 @@ Window = tuple[int, int]
 
 
 class PassKind(NamedTuple):
-    """The facts of a (micro-batch, chunk) that determine its fates."""
+    """The facts of a (micro-batch, chunk) on which its fates depend."""
 
     chunk: int
     phase: Phase
@@ -31,15 +31,15 @@ class PassKind(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The end of the key of a block of one slice: the slice's number."""
+    """The last element of the key of a slice's block: the number of the slice."""
 
     number: int
 
 
 class PassFacts(NamedTuple):
-    """A class of passes with equal fates.  `number` identifies the class; `leaves`: whether any D2H
-    copy outlives the forward; `whole`: whether these copies are of the whole chunk, in separate
-    blocks."""
+    """A class of passes with equal fates. `number`: identifies the class; `leaves`: whether some
+    copy to the host ends after the forward; `whole`: whether they are of the whole chunk, in
+    separate blocks."""
 
     number: int
     leaves: bool
@@ -47,7 +47,7 @@ class PassFacts(NamedTuple):
 
 
 WIDE: tuple[Key, Key] = ((), ("wide",))
-"""The end of a message's key: of a narrow message, and of a wide one."""
+"""The last elements of a message's key: of a narrow message, and of a wide one."""
 
 
 class StepFacts(NamedTuple):
@@ -82,8 +82,8 @@ class RankSteps(NamedTuple):
 def pass_kinds(
     order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int = 1
 ) -> dict[PassKind, Pass]:
-    """Return the kinds of passes of a rank, each with its first pass.  Passes of several `slices`
-    of a sequence have consecutive numbers."""
+    """Return the kinds of passes of a rank, each with its first pass. With several `slices` of a
+    sequence, the passes of a micro-batch have consecutive numbers."""
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows, slices)
     for item in order:
@@ -107,7 +107,7 @@ def _kinds(
 
 
 LAYERS_BACKWARD = (False, "B", "W")
-"""Kinds of passes backward of a chunk's layers."""
+"""Kinds of passes that run a chunk's layers backward."""
 
 
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
@@ -122,7 +122,7 @@ def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
 
 @lru_cache(maxsize=256)
 def rank_steps(facts: StepFacts) -> RankSteps:
-    """Return the steps of a rank's passes, and the releases that remain after the last pass."""
+    """Return the steps of a rank's passes, and the releases that follow its last pass."""
     return _Walk(facts).run()
 
 
@@ -142,8 +142,8 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.due: dict[int, list[Release]] = {}  # the key is the position at which they are due
-        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # due position, release
+        self.due: dict[int, list[Release]] = {}  # by the position at which they are due
+        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # (due position, release)
         self.releases = 0
         self.fetches = 0
         self.copying: Pass | None = None
@@ -159,7 +159,11 @@ class _Walk:
                 reduce = self.facts.reduce_last and item in self.final
                 self._add(("W", self.class_of[item[1:]].number, reduce), item)
             elif not item.of_layers:
-                self._shared(item)
+                if item.kind == "S" and not self.facts.chunks[0].last:
+                    self._add(("vocabulary", "recv_x"), item)
+                if item.kind == "T":
+                    self._add(("vocabulary", "sum_s"), item)
+                self._add(("vocabulary", str(item.kind)), item)
             else:
                 self._backward(item, position)
             for _, key, of in self.due.pop(position, ()):
@@ -177,10 +181,10 @@ class _Walk:
         self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """The backwards whose H2D copies are issued at each position.  Copies of a whole chunk are
-        issued when the previous backward starts; copies of one layer, and those of the first
-        backward, when the previous pass starts.  No copy is issued before the forward of the same
-        micro-batch and chunk is done."""
+        """The backwards whose copies to the device are issued at each position. Copies of a whole
+        chunk are issued when the previous backward starts; copies of single layers, and those for
+        the first backward, when the previous pass starts. No copy is issued before the forward of
+        the same micro-batch and chunk is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -214,7 +218,7 @@ class _Walk:
             at = position + facts.release_lag
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
-            # In these phases the copy that runs during this pass ends before the send starts.
+            # In these phases the copy that runs during this pass must end before the send starts.
             if self.copying is not None and self.phase[item[1:]] in facts.hold_phases:
                 self._add(("hold",), self.copying)
             free, word = "sent_f" if facts.holds_outputs or ends.local else "free_f", ends.word("f")
@@ -251,32 +255,25 @@ class _Walk:
         if not ends.first and not ends.cut:
             self._send(item, position, (ends.word("b"), "free_b"), (back, ends.wide_in))
 
-    def _shared(self, item: Pass) -> None:
-        """Add a pass of a vocabulary that all stages share, after the step for which it waits."""
-        if item.kind == "S" and not self.facts.chunks[0].last:
-            self._add(("vocabulary", "recv_x"), item)
-        if item.kind == "T":
-            self._add(("vocabulary", "sum_s"), item)
-        self._add(("vocabulary", str(item.kind)), item)
-
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]
     ) -> None:
-        """Send an activation or its gradient.  `sent`: its storage, and whether it is wide; `keys`:
-        the message's word, and the kind of the block that waits for the send."""
+        """Send an activation or its gradient. `sent`: its storage, and whether the message is wide;
+        `keys`: the message's word, and the kind of the block that waits for the send."""
         (word, free), (storage, wide) = keys, sent
         self._add(("send", word, storage, *WIDE[wide]), item)
         self._release_at(position + self.facts.overlapped_sends, (free, storage), item)
 
     def _release_at(self, position: int, key: Key, item: Pass) -> Release:
-        """Plan a release at a later position: wait for a copy or a send, and free its storages."""
+        """Plan a release at a later position: it waits for a copy or a send and frees storages."""
         self.releases += 1
         release = (self.releases, key, item)
         self.due.setdefault(position, []).append(release)
         return release
 
     def _fetch(self, item: Pass) -> None:
-        """Issue the H2D copies of a (chunk, micro-batch), after its device storages are freed."""
+        """Issue the copies to the device for a (chunk, micro-batch), after freeing its storages
+        there."""
         self._release_copies(item)
         number, _, whole = self.class_of[item[1:]]
         slots = self.facts.reload_slots if whole else 0
@@ -285,7 +282,7 @@ class _Walk:
         self._add(("H2D", number, slot), item)
 
     def _release_copies(self, item: Pass) -> None:
-        """Free the offloaded device storages of a (chunk, micro-batch) now, if they still exist."""
+        """Free the offloaded device storages of a (chunk, micro-batch), if they still exist."""
         position, release = self.copied.pop(item[1:], (-1, None))
         waiting = self.due.get(position, [])
         if release is not None and release in waiting:

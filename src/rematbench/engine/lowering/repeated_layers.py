@@ -1,11 +1,11 @@
 """Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
 
 Deep in a chunk of equal layers, every layer has the same actions as the layer before, with the next
-layer number in each storage and later events.  So the emitters write a chunk without most of the
-equal layers, and the actions of one *period* in its middle are repeated.  A period is one layer, or
-as many layers as there are rounding buffers, because layers take the buffers in turn.  Three
-neighbouring periods must be alike, and only storages that belong to the chunk's ends, such as the
-residual's gradient, may be used across the missing layers.  Otherwise the whole chunk is written.
+layer number in each storage and later events. So the emitters write a chunk without most of the
+equal layers, and the actions of one *period* in its middle are repeated. A period is one layer, or
+as many layers as there are rounding buffers, because layers take the buffers in turn. Three
+neighbouring periods must be alike. Only storages at the chunk's ends, such as the residual's
+gradient, may be used on both sides of the missing layers. Otherwise the whole chunk is written.
 Tests compare the result with the block of the whole chunk.
 """
 
@@ -24,7 +24,7 @@ from rematbench.engine.program.template import LayerPeriods, LayerShift, waits_b
 from rematbench.plan import Group, Transfers
 
 MIN_SHARE = 0.5
-"""The smallest share of a chunk's layers that a repetition must save to be worth its checks."""
+"""The smallest share of a chunk's layers whose omission is worth the checks of a repetition."""
 
 
 class Emitter(Protocol):
@@ -34,10 +34,10 @@ class Emitter(Protocol):
 
 
 class Short(NamedTuple):
-    """A chunk without most of its equal layers, and its fates.  `first`: the number of the period's
-    first layer; `period`: how many layers a period has; `margin`: how many equal layers lie on each
-    side of the period; `reach`: by how many layers copies and gathers run ahead or lag;
-    `dropped`: how many layers are missing, a multiple of `period`."""
+    """A chunk without most of its equal layers, and its fates. `first`: the number of the period's
+    first layer; `period`: the layers of a period; `margin`: the equal layers on each side of the
+    period; `reach`: by how many layers copies and gathers run ahead or lag; `dropped`: how many
+    layers are missing, a multiple of `period`."""
 
     chunk: ChunkOps
     fates: Fates
@@ -72,8 +72,8 @@ def block_of(
     *,
     forward: bool,
 ) -> Block:
-    """Return a chunk's block, written by its emitter; a short chunk is written instead if repeating
-    its period gives the same block.  `ahead`: by how many layers parameter gathers run ahead."""
+    """Return a chunk's block as its emitter writes it. If possible the emitter writes a short
+    chunk, and one period is repeated. `ahead`: by how many layers parameter gathers run ahead."""
     short = short_chunk(chunk, fates, transfers, ahead)
     if short is not None:
         writer = emitter(short.chunk, short.fates)
@@ -107,8 +107,8 @@ def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int)
 
 
 def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
-    """The longest run [first, last + 1) of layers with one operator table and equal fates.  A layer
-    that is rebuilt with a group, or in a window, counts as different from all others."""
+    """The longest run [first, last + 1) of layers with one operator table and equal fates. A layer
+    that is rebuilt with a group, or in a window, differs from all others."""
     kinds: list[object] = []
     for unit in chunk.layer_unit.values():
         own = [fates[site] for _, _, site in chunk.saved(unit)]
@@ -126,7 +126,7 @@ def repeat_period(
     short: Short, block: Block, unit_starts: Sequence[Position], *, forward: bool
 ) -> Block | None:
     """Return the whole chunk's block, made from the short chunk's block; None if the periods are
-    not alike or refer to distant layers.  `unit_starts`: where each unit's actions begin, in the
+    not alike or refer to distant layers. `unit_starts`: where each unit's actions begin, in the
     order of the block."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
@@ -145,7 +145,7 @@ def repeat_period(
 
 
 def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
-    """Whether each period between the edges is the previous one, renamed by `shift`."""
+    """Whether each period between the edges equals the previous one, renamed by `shift`."""
     written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
     inside = [_inside(block, a, b) for a, b in pairwise(edges)]
     return all(shift.of(one) == [*other] for one, other in pairwise(written)) and all(
@@ -154,14 +154,14 @@ def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
 
 
 def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: bool) -> Block:
-    """The block with its period repeated: the second of the three periods between the edges."""
+    """The whole chunk's block: the second of the three periods between the edges is repeated."""
     _, start, end, _ = edges
     times, gap = short.dropped // short.period + 1, short.dropped
     first, events = 0 if forward else gap, end.event - start.event
     layers = short.period if forward else -short.period
     near = (short.low + first, short.high + first)
     up = [*block.written[: end.action]]
-    if not forward:  # The first layers of a forward keep their numbers; those of a backward do not.
+    if not forward:  # A backward begins with the layers above the gap, whose numbers change.
         up = short.shift(first, 0, gap).of(up)
     tail = short.shift(gap - first, (times - 1) * events, gap).of(block.written[end.action :])
     periods = Periods(
@@ -186,8 +186,7 @@ def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
-    """Whether an action below the missing layers uses a storage of a layer that is close above
-    them, or the reverse."""
+    """Whether actions below the missing layers use storages just above them, or the reverse."""
     near = range(short.first - short.reach, short.first + short.period + short.reach + 1)
     return any(short.high > number >= near.stop for number in _layers(lower)) or any(
         short.low < number < near.start for number in _layers(upper)

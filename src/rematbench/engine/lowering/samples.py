@@ -1,8 +1,8 @@
-"""Samples of differing lengths, which change the bytes that the allocator reserves.
+"""Samples of differing lengths, which raise the bytes that the allocator reserves.
 
 A cached segment cannot serve a larger request, so each longer micro-batch adds new segments to
-those of shorter ones.  Lengths follow a gamma distribution with the data's mean and spread, cut off
-at the sequence length.  They come in the order of van der Corput's sequence, so that a prediction
+those of shorter ones. Lengths follow a gamma distribution with the data's mean and spread, cut off
+at the sequence length. They come in the order of van der Corput's sequence, so that a prediction
 needs no random seed.
 """
 
@@ -18,7 +18,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Workload
 
 MICRO_BATCHES = 128
-"""The number of replayed micro-batches, on whose logarithm the reserved bytes depend (fitted to
+"""The number of replayed micro-batches; the reserved bytes depend on its logarithm (fitted to
 ms-swift's sheet of Qwen models up to 2,048 tokens)."""
 POPULATION = 4096
 """The number of sorted lengths from which quantiles are taken."""
@@ -27,9 +27,9 @@ POPULATION = 4096
 def with_samples(
     rank: RankProgram, plan: Plan, problem: Problem, lower: Callable[[Plan, Problem], Program]
 ) -> RankProgram:
-    """The rank's program with the lengths of its micro-batches.  `lower` expands the plan for two
-    shorter sequences.  Bytes at any length follow from those at the three lengths, because a
-    tensor's bytes are a polynomial of the length, of degree two at most."""
+    """The rank's program with the lengths of its micro-batches. `lower` expands the plan for two
+    shorter sequences. A tensor's bytes are a polynomial of the length, of degree two at most, so
+    the bytes at any length follow from those at the three lengths."""
     work = problem.workload
     at = (work.seq_len, work.seq_len // 2, work.seq_len // 4)
     shorter = []
@@ -54,5 +54,5 @@ def drawn_lengths(work: Workload, micro_batch: int) -> tuple[int, ...]:
 
 
 def _quantile(at: int) -> float:
-    """Term `at` of van der Corput's sequence in base 2: its digits in reverse after the point."""
+    """Term `at` of van der Corput's sequence in base 2: its bits in reverse after the point."""
     return int(f"{at:b}"[::-1], 2) / (1 << at.bit_length())

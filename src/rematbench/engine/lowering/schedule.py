@@ -15,9 +15,9 @@ def passes(
 
     Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the chunks
     in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first backward.
-    Plain 1F1B runs pp - r - 1 forwards first; GPipe runs all forwards first.  With a single group
-    (num_micro_batches = pp) interleaved 1F1B runs all forwards first, as Megatron once did;
-    megatron-core 0.16.1 no longer does (see `interleaved`).
+    Plain 1F1B runs pp - r - 1 forwards first; GPipe runs all forwards first. With a single group
+    (num_micro_batches = pp) interleaved 1F1B also runs all forwards first, as older Megatron did;
+    megatron-core 0.16.1 does not (see `interleaved`).
     """
     total = num_micro_batches * vpp
     if schedule in SHAPES:
@@ -36,7 +36,7 @@ def passes(
 
 
 def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Pass, ...]:
-    """Return interleaved 1F1B without the special case of a single group of micro-batches (as in
+    """Return interleaved 1F1B; a single group of micro-batches is no special case (as in
     `get_pp_rank_microbatches` of megatron-core 0.16.1)."""
     total = num_micro_batches * vpp
     return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
@@ -46,10 +46,10 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     """Return the order of ZB-H1 (`step` 1) or ZB-H2 (2) of Qi et al. 2024 (arXiv 2401.10241),
     figures 2 and 3, with one chunk on each rank.
 
-    Rank r runs step (pp - r - 1) forwards before 1F1B begins, and the weight gradients of a
-    micro-batch after the input gradients of the micro-batch that comes step r later.  Every rank
-    thus keeps step (pp - 1) + 1 micro-batches.  With seconds F >= W, rank 0 is idle for (pp - 1)
-    (F + B - step W) seconds.
+    Rank r runs step (pp - r - 1) forwards before 1F1B begins. It computes the weight gradients of a
+    micro-batch after the input gradients of the micro-batch that comes step r later. So every rank
+    keeps step (pp - 1) + 1 micro-batches. With seconds F >= W, rank 0 is idle for (pp - 1) (F + B -
+    step W) seconds.
     """
     warmup, lag = min(step * (pp - rank - 1), total), step * rank
     order = [Pass(True, i, 0) for i in range(warmup)]
@@ -66,11 +66,11 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
 def sliced_passes(
     schedule: Schedule, rank: int, pp: int, num_micro_batches: int, slices: int, vpp: int = 1
 ) -> tuple[Pass, ...]:
-    """Return the passes of slices in issue order; their numbers run through all micro-batches.  All
-    forwards come first (gpipe; TeraPipe, Li et al. 2021), or 1F1B over slices begins with pp - r -
-    2 + slices warm-up forwards (Seq1F1B, Sun et al. 2024, arXiv 2406.03488).  Several chunks are
-    interleaved in groups of whole sequences with at least pp slices.  The backwards of a
-    micro-batch come in reverse order of its slices."""
+    """Return the passes of slices in issue order; their numbers run through all micro-batches.
+    Either all forwards come first (gpipe; TeraPipe, Li et al. 2021), or 1F1B over slices has pp - r
+    - 2 + slices warm-up forwards (Seq1F1B, Sun et al. 2024, arXiv 2406.03488). Several chunks are
+    interleaved in groups of whole sequences with at least pp slices. The backwards of a micro-batch
+    come in reverse order of its slices."""
     fewest = -(-pp // slices)
     sequences = next((n for n in range(fewest, num_micro_batches) if num_micro_batches % n == 0), 0)
     group, total = slices * (sequences or num_micro_batches), num_micro_batches * slices * vpp
@@ -86,13 +86,13 @@ def sliced_passes(
 
 
 def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
-    """Return 1F1B with a vocabulary that all stages share (see shared_vocabulary.py).  Each barrier
+    """Return 1F1B with a vocabulary that all stages share (see shared_vocabulary.py). Each barrier
     puts one period between a micro-batch's logits and its backward, so rank r keeps pp - r +
-    barriers micro-batches.  All stages compute the same micro-batch's logits at the same time.
-    Rank r's backward comes pp - 1 - r backwards after the last rank's; a backward takes two thirds
-    of a period."""
+    barriers micro-batches. All stages compute the logits of a micro-batch at the same time. Rank
+    r's backward comes pp - 1 - r backwards after the last rank's; one takes two thirds of a
+    period."""
     behind = pp - 1 - rank
-    after = behind % 3 > 0  # The logits are due during a backward, so they come after it.
+    after = behind % 3 > 0  # The logits are due while a backward runs, so they follow it.
     lag = (2 * behind + 2 * after) // 3
     order = [Pass(True, i, 0) for i in range(min(pp - rank, total))]
 
@@ -113,10 +113,11 @@ def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[P
 
 
 def _interlaced(rank: int, pp: int, total: int) -> tuple[Pass, ...]:
-    """Return the interlaced pipeline (nnScaler, Lin et al. 2024).  All stages compute a
+    """Return the interlaced pipeline (nnScaler, Lin et al. 2024). All stages compute a
     micro-batch's logits and their gradients at the same time; between two such passes each stage
-    runs a forward and a backward (odd ranks the backward first).  In that time forwards advance by
-    two stages and backwards by one, so rank 0 keeps 1.5 pp micro-batches."""
+    runs a forward and a backward (odd ranks the backward first). In that time a micro-batch's
+    forwards advance by two stages and its backwards by one, so rank 0 keeps 1.5 pp
+    micro-batches."""
     last = (pp - 1) // 2
     down, up = rank // 2, last + pp - rank
     order: list[Pass] = []
@@ -132,9 +133,9 @@ def _interlaced(rank: int, pp: int, total: int) -> tuple[Pass, ...]:
 def grouped(rank: int, pp: int, vpp: int, group: int, num_micro_batches: int) -> tuple[Pass, ...]:
     """Return generalised interleaving (Wan et al. 2025, arXiv 2503.01328): micro-batches go through
     the chunks in groups of `group` (at least half of pp; num_micro_batches is a multiple of it).
-    Weight gradients follow input gradients, which are sent before.
+    Input gradients are sent before the weight gradients are computed.
 
-    Rank r keeps group (vpp - 1) + pp - r chunks.  The bubble is 2 (pp - 1) + (pp - group) (vpp - 1)
+    Rank r keeps group (vpp - 1) + pp - r chunks. The bubble is 2 (pp - 1) + (pp - group) (vpp - 1)
     passes, if all passes take equal seconds and a backward counts as two.
     """
     total = num_micro_batches * vpp
@@ -168,9 +169,9 @@ def _place(i: int, size: int, vpp: int, forward: bool) -> Pass:
 
 @lru_cache(maxsize=256)
 def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
-    """Return the phase of each (micro-batch, chunk).  Warmup: its forward precedes the rank's first
-    backward, but not directly.  Cooldown: its backward comes after the backward that follows the
-    last forward.  Otherwise: steady."""
+    """Return the phase of each (micro-batch, chunk). Warmup: its forward comes before the rank's
+    first backward, but not directly before. Cooldown: its backward comes after the backward that
+    follows the last forward. All others are steady."""
     first_backward = next((i for i, p in enumerate(order) if p.backward), len(order))
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}

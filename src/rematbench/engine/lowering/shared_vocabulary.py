@@ -1,13 +1,13 @@
 """Writes the passes of a vocabulary that all stages share (Yeung et al. 2024, arXiv 2411.05288).
 
-Every stage has 1 / pp of the rows of the input table and of the output projection.  Pass S computes
-a stage's logits of a micro-batch from the last stage's output, and their part of the softmax; pass
-T computes the gradient of the stage's rows.  With one barrier (Algorithm 2), S also computes the
+Every stage has 1 / pp of the rows of the input table and of the output projection. Pass S computes
+a stage's logits of a micro-batch from the last stage's output, and the softmax over them; pass T
+computes the gradient of the stage's rows. With one barrier (Algorithm 2), S also computes the
 stage's part of the output's gradient; one all-reduce sums the parts and corrects them by the maxima
-and sums of all stages.  With two (Algorithm 1), these vectors are all-reduced before T, which then
-computes that part, and a second all-reduce sums the parts.  S includes the lookup in the input
-table and its sum, T the gradient of the lookup.
-Source: sail-sg/VocabularyParallelism 6191c3bf, megatron/core/tensor_parallel/vocab_output.py.
+and sums of all stages. With two barriers (Algorithm 1), maxima and sums are all-reduced before T, T
+computes the part, and a second all-reduce sums the parts. S includes the lookup in the input table
+and its sum, T the gradient of the lookup. Source: sail-sg/VocabularyParallelism 6191c3bf,
+megatron/core/tensor_parallel/vocab_output.py.
 """
 
 from rematbench.costs.operators.ops import Comm
@@ -50,8 +50,8 @@ class SharedVocabulary:
         self.looked_up = problem.embedding.activations["layer_input"].nbytes
 
     def block(self, what: str) -> Block:
-        """The block of a step: sending the last stage's output to the others (send_x), receiving it
-        (recv_x), pass S or T, the all-reduce before T (sum_s) or before the backward (sum_g)."""
+        """The block of a step: sending the last stage's output (send_x), receiving it (recv_x),
+        pass S or T, or the all-reduce before T (sum_s) or before the backward (sum_g)."""
         match what:
             case "send_x":
                 return self._send_output()
@@ -120,13 +120,13 @@ class SharedVocabulary:
         return w.finish("T", survivors, arrivals)
 
     def _arrive(self, w: BlockWriter, barrier: str) -> None:
-        """Tell every other stage that this stage's part is computed."""
+        """Send every other stage the message that this stage's part is computed."""
         w.wait("dp", w.mark(COMPUTE))
         for other in self.others:
             w.add(Action(kind=Kind.SEND, stream="dp", op=f"{barrier}{other}"))
 
     def _sum(self, barrier: str, nbytes: int, *, gradient: bool) -> Block:
-        """All-reduce `nbytes` (and the output's gradient) once all stages have their parts."""
+        """All-reduce `nbytes` (and the output's gradient) after every stage has its part."""
         w = BlockWriter()
         for other in self.others:
             event = received(f"{barrier}{other}")

@@ -1,11 +1,11 @@
 """Passes that each run one slice of a sequence (Li et al. 2021, arXiv 2102.07988).
 
-Except in attention, a slice is like a sequence of its length.  In attention its queries read the
-keys and values of earlier slices, which live until the backward of their own slice, and its
-backward adds to their gradients.  So a slice has the blocks of a problem of that length; this
-module adds the slice's number to their tensors, events and messages, and the tensors of other
-slices to attention.  Backwards come in reverse order: that of the last slice allocates the
-gradients of all keys and values.
+Except in attention, a slice is like a sequence of its length. In attention its queries read the
+keys and values of earlier slices, which live until their slice's backward, and its backward adds to
+their gradients. So a slice has the blocks of a problem of that length. This module adds the slice's
+number to the names of tensors, events and messages, and lets attention read the tensors of earlier
+slices. Backwards come in reverse order: the last slice's backward allocates the gradients of all
+keys and values.
 """
 
 from dataclasses import dataclass
@@ -43,14 +43,14 @@ KEYS = ("k", "v")
 BY_SLICE = frozenset(
     {COPIED_OUT, COPIED_IN, *(each[d] for each in (ENDED, RECEIVED, SENT) for d in "fb")}
 )
-"""Events that each slice records separately."""
+"""Events that each slice records for itself, so that their names get the slice's number."""
 MARK = "%"
 
 
 @dataclass(frozen=True, eq=False)
 class SliceProblem(Problem):
-    """The problem of one slice: a sequence of its tokens, which follow `context` tokens whose keys
-    and values attention reads."""
+    """The problem of one slice: a sequence of the slice's tokens after `context` earlier tokens,
+    whose keys and values attention also reads."""
 
     context: int = 0
 
@@ -62,7 +62,7 @@ class SliceProblem(Problem):
 
 
 def behind(op: Op, context: int) -> Op:
-    """The attention of a slice that follows `context` tokens."""
+    """The attention operator of a slice that follows `context` tokens."""
     kernels = tuple(
         replace(
             kernel,
@@ -76,8 +76,7 @@ def behind(op: Op, context: int) -> Op:
 
 
 def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProblem, ...]:
-    """The problem of each slice, from its number of tokens; PlanError for a length that the layout
-    refuses."""
+    """The problem of each slice, from its number of tokens; PlanError if the layout refuses it."""
     key = ("slices", slices)
     known = problem.chunks.get(key)
     if isinstance(known, tuple):
@@ -99,8 +98,8 @@ def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProb
 
 
 def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
-    """The plan of one slice, and the index of each of its rules in the whole plan.  A last rule
-    keeps keys and values on the device, whatever the other rules say."""
+    """The plan of one slice, and the index of each of its rules in the whole plan. The last rule,
+    which has no index, keeps keys and values on the device, whatever other rules say."""
     places = [
         place
         for place, rule in enumerate(plan.rules)
@@ -119,7 +118,7 @@ def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
 
 
 class SliceNames(NamedTuple):
-    """A renaming that adds the slice's number to tensors, in place of a piece's number."""
+    """A renaming that adds the slice's number to tensors, as a piece's number."""
 
     number: int
     events: int = 0
@@ -132,8 +131,8 @@ class SliceNames(NamedTuple):
 
 
 def sliced(block: Block, slices: tuple[int, ...], number: int, kinds: int) -> Block:
-    """A block of slice `number`, with the slice's number in its names.  `kinds`: the number of the
-    model's distinct layers, which separates the variants of two slices."""
+    """A block of slice `number`, with this number in its names. `kinds`: the number of the model's
+    distinct layers, which keeps the variants of different slices apart."""
     names = SliceNames(number)
     written = tuple([_of_slice(action, names, slices, kinds) for action in block.written])
     return Block(block.label, written, block.periods)
@@ -167,8 +166,8 @@ def _earlier(action: Action, number: int, role: Role = Role.ACTIVATION) -> list[
 
 
 def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
-    """Attention's backward: the last slice's allocates the gradients of the keys and values of all
-    slices; the others add to them from scratch memory."""
+    """Attention's backward. That of the last slice allocates the gradients of the keys and values
+    of all slices; the others add to them from scratch memory."""
     own = {alloc.storage.tensor: alloc for alloc in action.allocs if alloc.storage.tensor in KEYS}
     each = {name: alloc.nbytes // slices[number] for name, alloc in own.items()}
     reads = (*action.reads, *_earlier(action, number))
@@ -186,7 +185,7 @@ def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
 
 
 def slice_of(action: Action) -> int:
-    """Return the number of the slice of an action, from the first tensor that it allocates or
-    reads; 0 without such a tensor."""
+    """Return the number of an action's slice, from the first tensor with a number that it allocates
+    or reads; 0 if there is none."""
     storages = (*(alloc.storage for alloc in action.allocs), *action.reads)
     return next((each.piece for each in storages if each.piece is not None), 0)

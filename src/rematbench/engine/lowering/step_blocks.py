@@ -1,5 +1,4 @@
-"""Small blocks between passes: receives, sends, copies, releases, and exchanges at the step's
-end."""
+"""Small blocks: receives, sends, copies and releases between passes, and the step's end."""
 
 from collections.abc import Sequence
 
@@ -40,8 +39,8 @@ def tied_recv_block(nbytes: int) -> Block:
 
 
 def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
-    """Receive a boundary activation (or, in the direction of the backward, its gradient) into new
-    memory.  The event records its arrival."""
+    """Receive a boundary activation (or its gradient, in a backward) into new memory. Its event is
+    the arrival."""
     forward = direction[0] != "b"
     action = Action(
         kind=Kind.RECV,
@@ -55,7 +54,7 @@ def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
 
 
 def send_block(tensor: Activation, storage: Storage, direction: str) -> Block:
-    """Send a boundary activation (or its gradient) to the neighbour, after the pass's compute."""
+    """Send a boundary activation (or its gradient) to the neighbour after its pass."""
     w, kind = BlockWriter(), direction[0]
     w.wait("pp_send", ENDED[kind])
     w.add(
@@ -80,14 +79,14 @@ def d2h_block(storages: Storages) -> Block:
 
 def h2d_block(storages: Storages, slot: Slot | None) -> Block:
     w = BlockWriter()
-    # Compute has waited for the D2H copies, and it frees the memory that these copies need.
+    # The copies may need memory that compute frees after the D2H copies, for which it has waited.
     w.wait("h2d", w.mark(COMPUTE))
     emit_copies(w, Kind.H2D, storages, COPIED_IN, slot)
     return Block("H2D", tuple(w.actions))
 
 
 def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
-    """Wait for a copy or a send on the compute stream, then free its device storages."""
+    """Make compute wait for a copy or a send, then free the device storages."""
     w = BlockWriter()
     w.wait(COMPUTE, event)
     if storages:
@@ -96,7 +95,7 @@ def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
 
 
 def free_block(storages: tuple[Storage, ...], label: str = "release") -> Block:
-    """Free storages: a chunk's gathered parameters, its gradient shards, or its output."""
+    """Free storages, such as a chunk's gathered parameters, gradient shards, or output."""
     return Block(label, (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
@@ -107,8 +106,8 @@ def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:
 
 
 def reduce_block(comms: Sequence[Comm], scratch: int = 0) -> Block:
-    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: the bytes of
-    buckets and of the bucket's copy on which the collective works."""
+    """Reduce a chunk's gradients after its last backward, without overlap. `scratch`: the bytes of
+    buckets and of the copy of a bucket that is reduced."""
     w = BlockWriter()
     for comm in comms:
         w.collective(comm, NO_PART, "gradients", [], [])

@@ -42,7 +42,7 @@ from rematbench.problem import Problem, rank_parameters
 
 
 class Steps(Protocol):
-    """The members of a rank's lowering that `emit_step_end` uses."""
+    """The members of a rank's lowering that this module uses."""
 
     rank: int
     order: tuple[Pass, ...]
@@ -50,7 +50,7 @@ class Steps(Protocol):
     overlap_reduce: bool
 
     def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
-        """Append a step; its block is built at its first use."""
+        """Append a step. Its block is built when it is first needed."""
 
 
 def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
@@ -92,9 +92,9 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _end_amaxes(steps: Steps, problem: Problem) -> None:
-    """After the update of quantised parameters, reduce the largest elements of weight shards, or of
-    their blocks if scales are in fp32 (TransformerEngine 2.x, pytorch/tensor/utils.py:
-    cast_master_weights_to_fp8; torchao 0.9, float8/fsdp_utils.py:
+    """After the update of quantised parameters, reduce the largest element of each weight over its
+    shards, or that of each block if scales are in fp32 (TransformerEngine 2.x,
+    pytorch/tensor/utils.py: cast_master_weights_to_fp8; torchao 0.9, float8/fsdp_utils.py:
     precompute_float8_dynamic_scale_for_fsdp)."""
     recipe, tables = problem.cost.recipe, [u.table for c in steps.chunks for u in c.units]
     whole = problem.layout.has_peers and problem.workload.fp8_params
@@ -108,14 +108,14 @@ def _end_amaxes(steps: Steps, problem: Problem) -> None:
 
 
 def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Free the parameters and reduce the gradients that a rank holds until its last pass.  Each is
-    freed under the micro-batch that allocated it."""
+    """Free the parameters and reduce the gradients that a rank holds until its last pass. Each is
+    freed for the micro-batch that allocated it."""
     opening = first_passes(steps.order, forward=True)
     summing = first_passes(steps.order, forward=False)
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
             copies = held_copies(plan, problem, chunk)
-            # The key has the bytes, because other ranks may free other bytes under equal names.
+            # The key has the sizes, because other ranks may free other bytes under equal names.
             key = ("release", copies, _parameters(chunk), _expert_parameters(chunk))
             steps.add(key, partial(free_block, copies), opening[chunk.chunk])
         if sums_gradients(plan):
@@ -139,7 +139,7 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     if optimizer.home == "device":
         scratch = system.states.step_scratch_bytes * count
         if system.states.flat_step:
-            scratch = sum(flat_update(plan, system, held).scratch)
+            scratch = sum(flat_update(plan, problem, held).scratch)
         down = nbytes if plan.state("parameter").home == "host" else 0
         update = partial(optimizer_block, nbytes, scratch, down)
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
@@ -168,7 +168,7 @@ def _expert_parameters(chunk: ChunkOps) -> int:
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
-    """The two ranks with a token embedding exchange its gradient (as in Megatron)."""
+    """The two ranks that have the token embedding exchange its gradient (as in Megatron)."""
     nbytes = problem.system.states.grad_bytes * problem.head.op("lm_head").trained_parameters
     if not nbytes:
         return

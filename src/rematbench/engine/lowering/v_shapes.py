@@ -5,18 +5,12 @@ from functools import lru_cache
 from rematbench.plan import Pass, Shape
 
 CHUNK_PASSES = 6
-"""The passes of a micro-batch on a rank: a forward and two half backwards of each of two chunks."""
-
-
-def most_chunks(shape: Shape, pp: int) -> int:
-    """Return the most (micro-batch, chunk) pairs whose activations a rank keeps; two chunks are as
-    large as a stage of plain 1F1B."""
-    return {"zb-v": 2 * pp, "v-half": pp + 2, "v-min": 2 * ((pp + 4) // 3)}[shape]
+"""The passes of a micro-batch on a rank: for each of two chunks a forward and two halves."""
 
 
 def _slots(shape: Shape, rank: int, pp: int) -> tuple[int, int, int, int]:
     """The time slots of a micro-batch's forwards of chunks 0 and 1, and of its input gradients of
-    chunks 1 and 0.  Each further micro-batch comes six slots later."""
+    chunks 1 and 0. The next micro-batch comes six slots later."""
     if shape == "v-min":
         gap = 2 if pp % 3 == 0 else 0
         return rank, 2 * pp - rank - 1, 2 * pp + gap + rank, 4 * pp + gap - rank - 1
@@ -33,7 +27,7 @@ def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, 
     """Return the passes of every rank in issue order (Qi et al. 2024, arXiv 2405.15362).
 
     A rank runs forwards and input gradients in the order of their slots, as early as it can, keeps
-    no more than `most_chunks`, and runs a weight gradient whenever it would wait.  If all passes
+    no more than its shape allows, and runs a weight gradient whenever it would wait.  If all passes
     take equal seconds, a step of m micro-batches takes 6 m + pp - 1 passes under ZB-V, 6 m +
     3 (pp - 1) under V-Half (even pp) and 6 m + 4 pp - 5 under V-Min (6 m + 4 pp - 3 if pp is a
     multiple of 3); 1F1B takes 6 m + 6 (pp - 1).
@@ -51,7 +45,9 @@ def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, 
     weights: list[list[Pass]] = [[] for _ in due]
     next_of, live = [0] * pp, [0] * pp
     done: set[tuple[int, Pass] | None] = {None}
-    most = most_chunks(shape, pp)
+    # A rank keeps the activations of at most so many (micro-batch, chunk) pairs; two chunks are as
+    # large as a stage of plain 1F1B.
+    most = {"zb-v": 2 * pp, "v-half": pp + 2, "v-min": 2 * ((pp + 4) // 3)}[shape]
     while any(weights) or any(at < len(own) for at, own in zip(next_of, due, strict=True)):
         ended = []
         for rank, own in enumerate(due):
@@ -71,7 +67,7 @@ def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, 
 
 
 def _before(item: Pass, rank: int, pp: int) -> tuple[int, Pass] | None:
-    """The pass, with its rank, for which a forward or an input gradient waits."""
+    """(rank, pass) for which a forward or an input gradient waits; None if there is none."""
     last = 2 * pp - 1
     stage = last - rank if item.chunk else rank
     if item.forward and not stage:

@@ -1,4 +1,4 @@
-"""The actions of a lowered plan.  Each action runs on one stream and prints as one line."""
+"""The actions of a lowered plan. An action runs on one stream and prints as one line."""
 
 from enum import Enum
 
@@ -40,17 +40,16 @@ STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_U
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 
 STALL = "stall"
-"""The operator name of a STALL that belongs to no kernel: the time by which a collective slows all
-kernels that run at the same time."""
+"""The operator name of a STALL that belongs to no kernel: the time by which a collective slows the
+kernels that run during it."""
 
 GRADIENTS_DOWN, WEIGHTS_UP = "gradients_down", "weights_up"
 SHARD_UP, WEIGHTS_DOWN = "shard_up", "weights_down"
-"""The operator names of copies of states.  For an update on the host: gradients down, and updated
-weights up.  For weights at home on the host: a rank's shard up before its gather, and weights down
-after an update on the device."""
+"""The operator names of copies of states. If the host updates: its gradients go down, and updated
+weights go up. If weights live on the host: a rank's shard goes up before its gather, and weights go
+down after an update on the device."""
 STATES_UP, STATES_DOWN = "states_up", "states_down"
-"""The operator names of a visit's copies: a piece's states to the device for its update, and
-back."""
+"""The operator names of a visit's copies: a piece's states to the device, and back."""
 STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP, WEIGHTS_DOWN, STATES_UP, STATES_DOWN)
 
 COMM_KIND: dict[CommKind, Kind] = {
@@ -72,16 +71,15 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def tenant(self) -> ModelPart:
-        """The part whose tensors share the staging slot at the same time; NO_PART if all tensors of
-        a (micro-batch, chunk) do, as in every slot that is no rounding buffer."""
+        """The part whose tensors may occupy the staging slot together. In a slot that is not a
+        rounding buffer all tensors of a (micro-batch, chunk) may, and it is NO_PART."""
         by_layer = self.slot is not None and self.slot.by_layer
         return self.storage.part if by_layer else NO_PART
 
 
 class Rows(Struct, frozen=True, gc=False):
-    """The rows on which an action works, as shares of its operator's rows: `fraction` is their
-    number, and `offset` the rows before them.  `columns`: the share of the operator's output
-    columns that is computed."""
+    """The rows on which an action works, as shares of its operator's rows: `fraction` of the rows,
+    which follow `offset` of them. `columns`: the share of output columns that is computed."""
 
     fraction: float = 1.0
     offset: float = 0.0
@@ -89,10 +87,10 @@ class Rows(Struct, frozen=True, gc=False):
 
 
 class Exchange(Struct, frozen=True, gc=False):
-    """An action's collective (`comm`), and what runs at the same time.  `begin`: the event that is
-    recorded when the action starts; `overlaps`: the stream of a collective that runs during a
-    compute action; `beside`: the pass of another micro-batch (forward or backward) during which an
-    exchange of experts runs."""
+    """The collective of an action (`comm`), and what runs at the same time. `begin`: the event that
+    is recorded when the action starts; `overlaps`: the stream of a collective that runs during a
+    compute action; `beside`: the pass of another micro-batch (forward or backward) that runs during
+    an exchange of experts."""
 
     comm: Comm | None = None
     begin: Event | None = None

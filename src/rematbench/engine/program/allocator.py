@@ -27,7 +27,7 @@ MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
-"""Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
+"""Unused addresses between segments, so that blocks of two segments never touch and merge."""
 
 POOLS = ("", "dp", "ep", "reduced")
 """The streams on which frameworks allocate: "dp" for gathers of sharded parameters (FSDP's unshard
@@ -38,15 +38,15 @@ outputs of kernels, of all other collectives and of messages."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1
-"""The mask of an address.  96 bits are more than any problem that `check_layout` admits can
-allocate, including plans that do not fit, because these are replayed too."""
+"""The mask of an address. 96 bits are enough for the bytes of any problem that `check_layout`
+admits, including plans that do not fit, because these are replayed too."""
 
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
-    """Peaks of a replay.  `oom_at`: the index of the step that did not fit (None: all fit).
-    `retries`: how often, in the last pass, cudaMalloc failed and was retried after cached segments
-    were given back (torch's num_alloc_retries).  `ended`: the replay stopped at the first request
-    that exceeded its `enough_bytes`; the peaks reached by then are kept."""
+    """Peaks of a replay. `oom_at`: the index of the step that did not fit (None: all fit).
+    `retries`: how often cudaMalloc failed in the last pass and was retried after cached segments
+    were given back (torch's num_alloc_retries). `ended`: the replay stopped early because more than
+    `enough_bytes` were reserved; the peaks are those up to this point."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -64,20 +64,20 @@ class Exceeded(Exception):
 
 
 class Pool:
-    """The free blocks of a pool: sorted by size for best fit, indexed by both ends to coalesce."""
+    """The free blocks of a pool, sorted by size for best fit and by both ends for merging."""
 
     def __init__(self, *, small: bool, mode: Mode) -> None:
         self.small, self.expandable = small, mode == "expandable"
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.split_from = MIN_BLOCK if small or self.expandable else SMALL + 1
-        self.keys: list[int] = []  # each joins size and address; they are sorted
+        self.keys: list[int] = []  # sorted; a key is the size, then the address
         self.starts: dict[int, int] = {}  # maps an address to a size
         self.ends: dict[int, int] = {}  # maps an end to an address
         self.segments: dict[int, int] = {}
         self.end = 0  # the next segment starts here
 
     def insert(self, address: int, size: int) -> None:
-        """Add a free block, merged with the free blocks it touches."""
+        """Add a free block, merged with the free blocks next to it."""
         before = self.ends.pop(address, None)
         if before is not None:
             joined = self.starts.pop(before)
@@ -99,9 +99,9 @@ class Pool:
         return size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Take the free block that fits best, as (address, size); None if no block fits.  Its
-        remainder is split off if the rules allow.  The block at the end of an expandable segment
-        can grow, so it is taken last."""
+        """Take the free block that fits best, as (address, size); None if no block fits. The rest
+        of the block is split off if the rules allow it. The block at the end of an expandable
+        segment can grow, so it is taken only if no other fits."""
         at = bisect_left(self.keys, size << BITS)
         if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
             at += 1
@@ -167,10 +167,10 @@ MemoryBlock = tuple[Pool, int, int]
 
 
 class Allocator:
-    """The allocator of a device: a large and a small pool for each of POOLS, and an optional
-    capacity.  It raises Exceeded once it reserves more than `enough_bytes`.  Of the blocks that are
-    freed while another stream may read them, the last `waiting_frees` of each pool are not free
-    yet, although torch no longer counts them as allocated (record_stream)."""
+    """The allocator of a device: a large and a small pool for each of POOLS, and a capacity (None:
+    unlimited). It raises Exceeded once it reserves more than `enough_bytes`. Blocks that another
+    stream may still read when they are freed (record_stream) are not free at once: in each pool the
+    last `waiting_frees` of them wait, although torch no longer counts them as allocated."""
 
     def __init__(
         self,
@@ -189,9 +189,9 @@ class Allocator:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """The state on which the effect of the next request depends, and the number of retries so
-        far.  If two states are equal, the requests between them freed all that they allocated, and
-        would do so again."""
+        """All that the effect of later requests depends on, and the retries so far. If the state is
+        the same before and after some requests, they freed all that they allocated, and would
+        again."""
         waiting = tuple(block[1:] for blocks in self.waiting.values() for block in blocks)
         return (self.reserved, self.retries, waiting, *(pool.keys.copy() for pool in self.pools))
 
@@ -210,7 +210,8 @@ class Allocator:
         return pool, *block
 
     def free(self, block: MemoryBlock, *, waits: bool = False) -> None:
-        """Give a block back to its pool; if it `waits`, only after `waiting_frees` later frees."""
+        """Give a block back to its pool. If it `waits`, this follows `waiting_frees` later
+        frees."""
         pool, address, size = block
         self.allocated -= size
         if waits and self.waiting_frees:

@@ -1,7 +1,8 @@
-"""Two ledgers of activation bytes: in issue order, as an allocator sees them, and on the timeline.
+"""Two ledgers of activation bytes: in issue order, as an allocator sees them, and over simulated
+time.
 
-The issue-order ledger needs no costs.  Each block has net bytes and a peak, so the ledger of a step
-is a walk over blocks.  Tensors in staging slots are counted once, with their pool.
+The issue-order ledger needs no costs. Each block has net bytes and a peak, so the ledger of a step
+is a walk over blocks. Tensors in staging slots are counted once, with their pool.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from rematbench.engine.program.template import LayerPeriods
 
 class RankLedger(Struct, frozen=True, kw_only=True):
     """Peaks of a rank's activation bytes, the index of the step with the device peak, and the bytes
-    left at the end.  `pinned` counts host bytes in the blocks that torch pins for them."""
+    left at the end. `pinned` bytes are those of the blocks that torch pins for the host bytes."""
 
     device_peak_bytes: int
     host_peak_bytes: int
@@ -44,7 +45,7 @@ class Interval(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A live storage (None: the scratch of an action), its (micro-batch, chunk), and its bytes."""
+    """A live storage (None: the scratch of an action), its micro-batch and chunk, and its bytes."""
 
     storage: Storage | None
     micro_batch: int
@@ -53,7 +54,7 @@ class Live(NamedTuple):
 
 
 def pool_bytes(rank: RankProgram) -> int:
-    """Return the bytes of a rank's staging pools.  Each slot is as large as its largest tenant."""
+    """Return the bytes of a rank's staging pools: each slot is as large as its largest tenant."""
     slots: dict[Slot | None, int] = {}
     for block in rank.blocks:
         here: dict[tuple[Slot | None, str], int] = {}
@@ -67,8 +68,8 @@ def pool_bytes(rank: RankProgram) -> int:
 
 
 def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[Alloc, int, int]]:
-    """(allocation, pieces, layers) of every allocation in a staging slot: how often it occurs in a
-    layer, and in how many layers.  Each layer is a separate tenant."""
+    """Yield (allocation, pieces, layers) for every allocation in a staging slot: how often it
+    occurs in a layer, and in how many layers, each of which is another tenant."""
     for part in parts:
         if part.periods is None:
             slotted = (alloc for action in part.written for alloc in action.allocs if alloc.slot)
@@ -110,8 +111,8 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
 
 
 def fresh_peak(rank: RankProgram) -> int:
-    """Return the peak of a rank's activations and gradients together in the only micro-batch of a
-    step, whose backward allocates the gradients of each unit."""
+    """Return the peak bytes of a rank's activations and gradients together, for a step of one
+    micro-batch whose backward allocates the gradients of each unit."""
     units = rank.late.units if rank.late else {}
     made = {unit: sum(map(sum, late.gradients.values())) for unit, late in units.items()}
     best = live = gradients = 0
@@ -120,7 +121,7 @@ def fresh_peak(rank: RankProgram) -> int:
         for action in rank.blocks[step.block].actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 gradients += made.pop((step.chunk, action.part), 0)
-            elif action.kind is Kind.OPTIMIZER:  # Units without such a kernel have gradients, too.
+            elif action.kind is Kind.OPTIMIZER:  # Units without weight kernels have gradients, too.
                 gradients, made = gradients + sum(made.values()), {}
             for alloc in action.allocs:
                 if alloc.storage.place != HOST and not alloc.slot:
@@ -132,8 +133,8 @@ def fresh_peak(rank: RankProgram) -> int:
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
-    """Return the (device, host) live bytes after each action in issue order, to compare them with
-    the bytes of an executed or traced program."""
+    """Yield (device, host) live bytes after each action in issue order, for comparison with an
+    executed or traced program."""
     sizes: dict[tuple[Storage, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:
@@ -152,9 +153,9 @@ def _move(storage: Storage, nbytes: int, device: int, host: int) -> tuple[int, i
 
 
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
-    """Return all storages on the device at the rank's peak, for tables and stacked bars.  The
-    scratch of the action at the peak is an entry without a storage.  Staging slots are left out,
-    because they are in a pool."""
+    """Return all storages on the device at the rank's peak, for tables and stacked bars. The
+    scratch of the action at the peak is an entry without a storage. Tensors in staging slots are
+    left out, because the bytes of pools are counted separately."""
     live: dict[tuple[Storage | None, int, int], int] = {}
     best: dict[tuple[Storage | None, int, int], int] = {}
     best_bytes, total = -1, 0
@@ -175,9 +176,9 @@ def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
 
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
-    """Return (seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
-    A storage lives from the start of its action until the stream reaches the free.  Changes at
-    equal times keep their issue order.  Staging slots are counted with their pool."""
+    """Return (seconds, live device bytes) of a rank over simulated time, for plots and for
+    `active`. A storage lives from the start of its action until the stream reaches the free.
+    Changes at equal times keep their issue order. Staging slots are counted with their pool."""
     sizes: dict[tuple[Storage, int, int], int] = {}
     deltas: list[tuple[float, int]] = []
     for item in intervals:

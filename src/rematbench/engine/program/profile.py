@@ -1,6 +1,6 @@
-"""The effect of a block on bytes, and the storages that outlive it.
+"""The effect of a block on live bytes, and the storages that outlive the block.
 
-An action that frees a storage does not know the storage's size.  So a block that frees a storage of
+An action that frees a storage does not know the storage's size. So a block that frees a storage of
 another block is measured after that block.
 """
 
@@ -15,8 +15,8 @@ from rematbench.engine.program.storage import HOST, Storage
 
 
 class Profile(NamedTuple):
-    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry, each for
-    the device, for the host, and for the pinned blocks that hold the host bytes."""
+    """The effect of a block on live bytes: the net bytes, and the peak above the level at entry;
+    for the device, for the host, and for the pinned blocks that hold the host bytes."""
 
     device_net: int
     device_high: int
@@ -37,8 +37,8 @@ class Profile(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Storages whose lifetimes cross a block's start or end.  `births`: the bytes of each storage
-    that the block leaves alive; `deaths`: storages of earlier blocks that the block frees."""
+    """Storages that are alive at only one end of a block. `births`: the bytes of each storage that
+    the block leaves alive; `deaths`: storages of earlier blocks that the block frees."""
 
     births: dict[Storage, int]
     deaths: list[Storage]
@@ -67,9 +67,9 @@ class _Profiler:
         self.outlives: dict[int, Lifetimes] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
-        """The profiles of a rank's blocks.  A block may free tensors that another block allocated
-        for the same micro-batch and chunk: their sizes come from the steps of the first micro-batch
-        and chunk that the block runs for."""
+        """The profiles of a rank's blocks. A block may free tensors that another block allocated
+        for the same micro-batch and chunk. Their sizes come from the steps of the first micro-batch
+        and chunk for which the block runs."""
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
             sizes: dict[Storage, int] = {}
@@ -130,8 +130,8 @@ def _outlive_of(actions: Sequence[Action]) -> Lifetimes:
 
 
 def _profile(label: str, parts: Sequence[Part], sizes: dict[Storage, int]) -> Profile:
-    """The effect of parts of a block `label`; `sizes`: bytes of the storages of their micro-batch
-    and chunk that are alive at entry (updated in place)."""
+    """The effect of some parts of the block `label`. `sizes`: bytes of the live storages of the
+    same micro-batch and chunk; it is updated in place."""
     found = Profile._make([0] * len(Profile._fields))
     for part in parts:
         if part.periods is None:
@@ -143,15 +143,15 @@ def _profile(label: str, parts: Sequence[Part], sizes: dict[Storage, int]) -> Pr
         for number, shift in enumerate(part.shifts, 1):
             births, deaths = outlive.renamed(shift.storage)
             if [sizes.pop(dead, None) for dead in deaths] != freed:
-                raise LedgerError(f"{label}: period {number} frees other bytes than period 0")
+                raise LedgerError(f"{label}: period {number} does not free the bytes of period 0")
             sizes.update(births)
         found = found.then(one.times(part.times))
     return found
 
 
 def _effect(label: str, actions: Sequence[Action], sizes: dict[Storage, int]) -> Profile:
-    """The effect of some actions of a block `label`.  The loop is plain because every simulation
-    spends time here."""
+    """The effect of some actions of the block `label`. The loop is plain, because it must be
+    fast."""
     device = host = pinned = device_high = host_high = pinned_high = 0
     for action in actions:
         for alloc in action.allocs:

@@ -1,8 +1,8 @@
 """A lowered plan: for each rank, blocks of actions, and the order in which micro-batches run them.
 
-A rank's program is the list of its actions in the host's issue order, stored compressed.  A step
-names a block, and the micro-batch and chunk for which the block runs.  All micro-batches of one
-kind share a block.  `actions()` expands the steps.
+A rank's program lists its actions in the host's issue order, in compressed form. A step names a
+block, and the micro-batch and chunk for which the block runs. Equal passes of all micro-batches
+share a block. `actions()` expands the steps.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ class Step(NamedTuple):
 
 
 class Periods(NamedTuple):
-    """Equal periods inside a block: `times` periods of `length` actions from `start`.  All periods
-    have the same seconds and bytes.  The first period records events from number `event` on.  Each
-    further period raises the numbers of events by `events`, and the numbers of layers or pieces as
-    `naming` says.  `inside`: shorter periods inside the first period; their `start` counts from
-    the start of that period."""
+    """Equal periods inside a block: `times` periods of `length` actions from action `start` on. All
+    periods have the same seconds and bytes. The first period records events from number `event` on.
+    Each further period raises the numbers of events by `events`, and the numbers of layers or
+    pieces as `naming` says. `inside`: shorter periods inside the first period, counted from its
+    start."""
 
     start: int
     length: int
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often the actions occur, under names with other numbers."""
+        """How often the actions occur, each time with other numbers in their names."""
         return self.periods.times if self.periods else 1
 
     @property
@@ -78,7 +78,7 @@ class Part(NamedTuple):
 
 
 def parted(written: tuple[Action, ...], periods: tuple[Periods, ...]) -> tuple[Part, ...]:
-    """Return a block's parts: the first period of each `periods`, and the actions around them."""
+    """Split a block into the first period of each of `periods`, and the actions around them."""
     found, done = [], 0
     for each in periods:
         end = each.start + each.length
@@ -107,8 +107,8 @@ def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]
 
 # Why: docs/decisions/engine.md, Does a step of a few micro-batches extrapolate to all?
 class Block(Struct, frozen=True, dict=True):
-    """Actions issued together.  `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
-    actions, except that each of `periods` is written once."""
+    """Actions issued together. `label`: their purpose (F, B, D2H, RECV, ...). `written`: all
+    actions, with only the first of equal `periods`."""
 
     label: str
     written: tuple[Action, ...]
@@ -116,7 +116,7 @@ class Block(Struct, frozen=True, dict=True):
 
     @cached_property
     def copies(self) -> tuple[tuple[Action, int], ...]:
-        """The copies of activations (not of states), and how often each copy occurs."""
+        """(copy, how often it occurs) for each copy of activations (not of states)."""
         moved = (pair for pair in self.counted() if pair[0].kind in (Kind.D2H, Kind.H2D))
         return tuple(pair for pair in moved if pair[0].part.letter not in ("", "P"))
 
@@ -129,16 +129,15 @@ class Block(Struct, frozen=True, dict=True):
         return parted(self.written, self.periods)
 
     def counted(self) -> Iterator[tuple[Action, int]]:
-        """Return the written actions, each with how often it occurs under names with other
-        numbers."""
+        """Return (written action, how often it occurs under names with other numbers)."""
         return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
 class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
-    """The late tensors of a unit, in bytes.  `states`: optimizer states, allocated by the unit's
-    first update and never freed.  `gradients`: by operator, allocated by the first weight-gradient
-    kernel of the operator in a step (or of the unit, if the operator has none) and freed after the
-    step.  `scratch`: alive only during an update of the unit."""
+    """Bytes of a unit's tensors that are allocated between activations. `states`: optimizer states,
+    allocated by the unit's first update and never freed. `gradients`, by operator: allocated in
+    each step by the first weight-gradient kernel of the operator (or of the unit, if the operator
+    has none), and freed after the step. `scratch`: alive only during an update of the unit."""
 
     states: tuple[int, ...] = ()
     gradients: dict[str, tuple[int, ...]] = {}
@@ -147,9 +146,9 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
 
 # Why: docs/decisions/engine.md, Do Megatron-core's optimizer moments come late?
 class Late(Struct, frozen=True, kw_only=True):
-    """The late tensors of a rank, by (chunk, unit): tensors that are allocated between activations,
-    wherever the allocator has room.  A unit is E, L<i> or H.  `beside`: gradients are allocated on
-    the stream of reductions, so no activation can reuse their memory."""
+    """The tensors of a rank, by (chunk, unit), that are allocated between activations, wherever the
+    allocator has room. A unit is E, L<i> or H. `beside`: gradients are allocated on the stream of
+    reductions, so no activation can reuse their memory."""
 
     units: dict[tuple[int, ModelPart], LateUnit]
     beside: bool = False
@@ -167,9 +166,9 @@ class Late(Struct, frozen=True, kw_only=True):
 
 
 class Samples(Struct, frozen=True, kw_only=True):
-    """Micro-batches of differing lengths, in tokens.  `at`: three lengths; the rank's program has
-    the blocks of the first, and `shorter` those of the others.  `drawn`: the lengths of successive
-    micro-batches."""
+    """Micro-batches of differing lengths, in tokens. `at`: three lengths; the rank's program has
+    the blocks for the first, and `shorter` those for the other two. `drawn`: the lengths of
+    successive micro-batches."""
 
     at: tuple[int, int, int]
     drawn: tuple[int, ...]
@@ -178,9 +177,9 @@ class Samples(Struct, frozen=True, kw_only=True):
 
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
-    """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so.  `samples`: the lengths of micro-batches, if they
-    differ.  `waiting_frees`: the stack's fact of this name (`Zero`)."""
+    """All actions of a pipeline rank in issue order. `late`: the tensors that the rank allocates
+    between activations, if the stack does so. `samples`: the lengths of micro-batches, if they
+    differ. `waiting_frees`: the stack's fact of this name (`Zero`)."""
 
     rank: int
     blocks: tuple[Block, ...]
@@ -210,8 +209,8 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
                 yield action, step.micro_batch, step.chunk
 
     def text(self) -> str:
-        """Return the rank's program as text: for each step a line such as `block F`, and then a
-        line for each action."""
+        """Return the rank's program as text: for each step `block LABEL`, then a line per
+        action."""
         lines: list[str] = []
         for index, micro_batch, chunk in self.steps:
             block = self.blocks[index]
@@ -221,11 +220,11 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Program(Struct, frozen=True, kw_only=True, dict=True):
-    """A program for each pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
-    addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
-    or without expandable segments (`expandable`).  `embedding`: the ranks that exchange the
-    gradient of the token embedding, if any do.  `slices`: tokens of the slices of a sequence that
-    run as separate passes."""
+    """A program for each pipeline rank; the chunk `chunk` of `rank` is virtual stage chunk x pp +
+    rank. `planned`: the addresses of activations are planned before the step; otherwise the
+    framework's allocator chooses them, with expandable segments if `expandable`. `embedding`: the
+    ranks that exchange the gradient of the token embedding, if any do. `slices`: tokens of the
+    slices of a sequence that run as separate passes."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False
@@ -239,12 +238,12 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def written(self) -> int:
-        """The number of actions that are in memory."""
+        """The number of actions that the program stores."""
         return sum(len(block.written) for block, _ in self.block_runs)
 
     @cached_property
     def block_runs(self) -> tuple[tuple[Block, int], ...]:
-        """Every distinct block of all ranks, with how often the ranks run it."""
+        """(block, how often all ranks run it) for every distinct block."""
         found: dict[int, tuple[Block, int]] = {}
         for rank in self.ranks:
             for block, runs in zip(rank.blocks, rank.runs, strict=True):
@@ -257,15 +256,15 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
 def without_neighbours(program: Program) -> Program:
     """Return the program of the first rank alone, as a single GPU can run it: messages take no
-    time.  Use it only for seconds: it allocates no memory for messages, so take bytes from the
-    whole program."""
+    time. Use it only for seconds. Take bytes from the whole program, as no memory for messages is
+    allocated here."""
     first = program.ranks[0]
     blocks = [replace(each, written=tuple(map(_instant, each.written))) for each in first.blocks]
     return replace(program, ranks=(replace(first, blocks=tuple(blocks)),))
 
 
 def _instant(action: Action) -> Action:
-    """The action, or for a message an event on the same stream, with a name that no receive has."""
+    """The action; for a message, an event on its stream whose name no receive has."""
     if action.kind in (Kind.SEND, Kind.RECV):
         return Action(kind=Kind.EVENT, stream=action.stream, event=_there(action.event))
     wait = _there(action.wait)

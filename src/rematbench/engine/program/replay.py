@@ -28,7 +28,7 @@ operator's weights got a gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
 READ_BESIDE = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
-"""Roles of tensors that one of the streams compute and "dp" allocates and the other reads last."""
+"""Roles of tensors that compute allocates and the stream "dp" reads last, or the reverse."""
 
 
 class RepeatedRequests(NamedTuple):
@@ -37,8 +37,8 @@ class RepeatedRequests(NamedTuple):
 
 
 def requests(block: Block, *, late: bool = False) -> Iterator[RepeatedRequests]:
-    """Return the device allocations and frees of a block in issue order.  Staging slots are left
-    out, because they are resident.  With `late`, the result also marks where weights get a
+    """Yield the device allocations and frees of a block in issue order. Tensors in staging slots
+    are left out, because the slots are resident. With `late`, also mark where weights get a
     gradient, where units are updated, and where the backward of a unit ends."""
     if late or not block.periods:
         yield RepeatedRequests(_requests(block.actions, _ends(block) if late else None), 1)
@@ -68,12 +68,14 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
 def _requests(
     actions: Sequence[Action], ends: Mapping[int, ModelPart] | None = None
 ) -> list[Request]:
-    """The requests of some actions.  `ends`: the units whose backward ends, by the index of the
-    action; None without late tensors."""
+    """The requests of some actions. `ends`: the unit whose backward ends, by the index of the
+    action; None if no tensors are late."""
     lines: list[Request] = []
     late = ends is not None
     for index, action in enumerate(actions):
-        pool = _pool(action)
+        # The stream of POOLS on which an action's outputs are allocated.
+        stream, alone = action.stream, not action.exchange.beside
+        pool = POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
                 lines.append((alloc.storage, rounded(alloc.nbytes), pool))
@@ -89,12 +91,6 @@ def _requests(
         if ends and index in ends:
             lines.append(((ends[index], ""), DIFFERENTIATED, 0))
     return lines
-
-
-def _pool(action: Action) -> int:
-    """The stream of POOLS on which an action's outputs are allocated."""
-    stream, alone = action.stream, not action.exchange.beside
-    return POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:
@@ -114,12 +110,11 @@ def replay(
     passes: int = 1,
     enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
-    """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
-    Micro-batches of differing lengths are replayed in whole training steps until every drawn length
-    has occurred.
-    `passes`: how many successive training steps to replay; a later step finds the segments that
-    the first step left cached.  With late tensors, another pass that allocates them comes first,
-    and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
+    """Replay the first `num_steps` steps of a rank (default: all), after allocating its resident
+    bytes. With micro-batches of differing lengths, whole training steps are replayed until every
+    drawn length has occurred. `passes`: the number of training steps to replay; each finds the
+    cached segments of earlier ones. With late tensors, another training step that allocates them
+    comes first, and `resident_bytes` leaves them out. It ends once more than `enough_bytes` are
     reserved."""
     memory = Allocator(capacity_bytes, mode, enough_bytes, rank.waiting_frees)
     late, samples, steps = rank.late, rank.samples, rank.steps
@@ -152,10 +147,11 @@ class Lengths:
         self.rank, self.samples, self.late = rank, samples, rank.late is not None
         self.known: dict[int, list[list[Request]]] = {}
         self.per_step = 1 + max(step.micro_batch for step in rank.steps)
-        self.begun = 0  # counts the micro-batches of earlier steps
+        self.begun = 0  # the number of micro-batches in earlier training steps
 
     def lines(self, step: Step) -> list[Request]:
-        """The requests of a step's block at the length of its micro-batch."""
+        """The requests of a step's block at the length of its micro-batch: bytes follow a
+        polynomial of degree two through those at the three known lengths."""
         x, y, z = self.samples.at
         drawn = self.samples.drawn
         t = drawn[(self.begun + step.micro_batch) % len(drawn)]
@@ -187,7 +183,7 @@ class _Run:
         self.late = late is not None
         self.units = late.units if late else {}
         self.pool = POOLS.index("reduced") if late and late.beside else 0  # gradients use this pool
-        self.made: set[tuple[int, ModelPart]] = set()  # the states of these units exist
+        self.made: set[tuple[int, ModelPart]] = set()  # units whose states are allocated
         # The key of a gradient is its chunk, unit and operator.
         self.gradients: dict[tuple[int, ModelPart, str], list[MemoryBlock]] = {}
         self.alive: dict[tuple[int, int], dict[object, MemoryBlock]] = {}
@@ -195,8 +191,7 @@ class _Run:
         self.done = 0
 
     def step(self, steps: Sequence[Step]) -> None:
-        """Replay a training step or its beginning, after freeing the gradients and activations of
-        the previous step."""
+        """Replay a training step or its beginning, after freeing the previous step's tensors."""
         for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
@@ -218,8 +213,8 @@ class _Run:
             self.lengths.begun += self.lengths.per_step
 
     def _known(self, state: object, blocks: list[int]) -> int:
-        """How many of the next blocks can be skipped: they repeat a round, or its beginning, that
-        started and ended in this state with nothing alive."""
+        """The number of next blocks that can be skipped, because they repeat a known round, or its
+        beginning. A round starts and ends with this state and nothing alive."""
         for before, round_ in self.rounds:
             length = min(len(round_), len(blocks))
             if before == state and round_[:length] == blocks[:length]:
@@ -262,7 +257,7 @@ class _Run:
                 memory.free(memory.allocate(size))
 
     def _late(self, part: ModelPart, op: str, event: int, chunk: int) -> None:
-        """Allocate the late tensors of an event of a unit (`part` empty: of all units)."""
+        """Allocate the late tensors of an event of a unit (empty `part`: of all units)."""
         if event == WEIGHTED:
             self._gradient(chunk, part, op)
             return
@@ -293,8 +288,8 @@ class _Run:
             self._free(block)
 
     def finish(self) -> None:
-        """End a step of which only the beginning was replayed: free its activations, allocate all
-        gradients and update all units."""
+        """End a training step of which only the beginning was replayed: free its activations,
+        allocate all gradients and update all units."""
         for alive in self.alive.values():
             self._free(alive.values())
         self.alive = {}

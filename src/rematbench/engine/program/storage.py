@@ -1,11 +1,12 @@
-"""Storages, events, slots and parts, to which actions refer.  Equal storages, events and parts are
-one object.  Only this module knows how they are printed.
+"""Storages, events, slots and parts of the model, to which actions refer. Equal storages, events
+and parts are one object. Only this module knows how they are printed.
 
-A storage is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
-`E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
-`.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
-offloaded and rebuilt rows, `.r` a rebuilt copy in addition to the tensor, `%2` a piece of a
-mini-sequence; `^` a storage that all micro-batches of the chunk use.
+A storage is local to a (micro-batch, chunk). `L3.q` is activation q of the chunk's layer 3. `E.`
+marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy, `.part`
+an output before its reduction, `@host` host memory. `#k`, `#o` and `#r` mark the kept, offloaded
+and rebuilt rows, `#s` the rows that this rank keeps for its peers, `.r` a rebuilt copy in addition
+to the tensor, `%2` piece 2 of a mini-sequence; `^` a storage that all micro-batches of the chunk
+use.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ UnitOf = tuple["ModelPart", int]
 
 
 def _one_object(make: Make) -> Make:
-    """Let `make` return the same object for equal fields, even if threads call it at once."""
+    """Let `make` return one object for equal arguments, even if threads call it at once."""
     known: dict[object, object] = {}
 
     @wraps(make)
@@ -33,9 +34,9 @@ def _one_object(make: Make) -> Make:
 
 class ModelPart(str):
     """The part of a model on which an action works, as its text: a unit (E, L<i> or H), or a piece
-    of optimizer states (P<i>).  `letter`: its kind; `number`: the layer or piece, or -1;
-    `op`: the operator, if only its parameters are meant; `units`: the units whose gradients and
-    weights a piece has (empty: any unit's)."""
+    of optimizer states (P<i>). `letter`: its kind; `number`: the layer or piece, or -1; `op`: the
+    operator, if only its parameters are meant; `units`: the units whose gradients and weights a
+    piece covers (empty: any)."""
 
     __slots__ = ("letter", "number", "op", "units")
     letter: str
@@ -67,11 +68,11 @@ def part_of(
 
 NO_PART, EMBEDDING, HEAD = part_of(""), part_of("E"), part_of("H")
 SHARE = part_of("V")
-"""The unit of a stage's rows of a vocabulary that all stages share."""
+"""The unit for a stage's rows of a vocabulary that all stages share."""
 
 
 class Role(Enum):
-    """What a storage contains.  The values are the mark before its name, and the word after it."""
+    """What a storage contains: (the mark before the storage's name, the word after it)."""
 
     ACTIVATION = ("", "")
     GATHERED = ("", "full")
@@ -95,16 +96,16 @@ _VALUES = {
 }
 _GRADIENTS = {value: gradient for gradient, value in _VALUES.items()}
 
-KEPT, OFFLOADED, REBUILT, COPY = "#k", "#o", "#r", ".r"
+KEPT, OFFLOADED, REBUILT, SHARED, COPY = "#k", "#o", "#r", "#s", ".r"
 """The marks of a tensor's rows by their fate, and of a rebuilt copy in addition to the tensor."""
 HOST, HELD = "@host", "^"
 """The marks of places other than the device memory of a micro-batch: host memory, and a storage
-that one micro-batch of a chunk allocates for all of them, until the rank's last pass."""
+that one micro-batch allocates for all micro-batches of the chunk, until the rank's last pass."""
 EXPERTS = "experts"
 
 
 class Named(Struct, frozen=True, eq=False, gc=False):
-    """A value with a printed form that is equal only to itself."""
+    """A value with a printed form. It is equal only to itself."""
 
     text: str
 
@@ -120,10 +121,11 @@ class Named(Struct, frozen=True, eq=False, gc=False):
 class Storage(Named, frozen=True, eq=False, gc=False):
     """A tensor in memory, or a part of one.
 
-    `tensor`: the activation, operator or buffer; `rows`, `place`: marks of its rows and its
-    memory; `piece`: the number of its mini-sequence piece.  `label`: its text without the part;
-    `order`: a key that sorts by the text, with numbers by value.  `known`: cached storages that
-    differ in a field."""
+    `tensor`: the activation, operator or buffer; `rows`, `place`: marks of its rows and its memory;
+    `piece`: the number of its mini-sequence piece. `label`: its text without the part; `order`: a
+    sort key like the text, with numbers sorted by value. `known`: a cache of storages that differ
+    from this one in one field.
+    """
 
     part: ModelPart
     tensor: str
@@ -171,11 +173,11 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def held(self) -> "Storage":
-        """The storage that all micro-batches of the chunk share in place of this one."""
+        """The storage that all micro-batches of the chunk use instead of this one."""
         return self._with(HELD, 5, HELD)
 
     def with_rows(self, rows: str) -> "Storage":
-        """The storage of the rows with one fate (KEPT, OFFLOADED, REBUILT), or of a copy (COPY)."""
+        """The storage of the rows with one fate, or of a copy; `rows` is one of the marks above."""
         return self._with(rows, 3, rows)
 
     def of_piece(self, piece: int) -> "Storage":
@@ -222,7 +224,7 @@ class Event(Named, frozen=True, eq=False, gc=False):
         return (local_event, (self.number,)) if self.is_local else (event_of, (self.text,))
 
     def later(self, by: int) -> "Event":
-        """The local event whose number is higher by `by`; an event of other blocks is unchanged."""
+        """The local event whose number is larger by `by`; another event stays as it is."""
         return local_event(self.number + by) if self.is_local else self
 
 
@@ -243,40 +245,41 @@ def local_event(number: int) -> Event:
 
 def received(message: str) -> Event:
     """Return the event at which a message arrives: of a forward (f), a backward (b), a tied
-    embedding's gradient (e), the last stage's output (x), or the end of another stage's part of
-    the vocabulary (s or g, and the stage)."""
+    embedding's gradient (e), the last stage's output (x), or a message that another stage's part of
+    the vocabulary is computed (s or g, followed by the stage)."""
     return event_of(f"{ARRIVED}{message}")
 
 
 STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
-"""By how many ranks a message moves: in a forward and in a backward; between chunks on the way back
-from the last rank (^); and between the last rank's two chunks, where a micro-batch turns (@)."""
+"""The number of ranks that a message moves ahead, by its word: in a forward (f) or a backward (b);
+on the way back from the last rank (^); between the last rank's chunks, where it turns (@)."""
 
 
 OF_VOCABULARY = "xsg"
-"""Messages between any two stages that share a vocabulary: the output, and the ends of parts."""
+"""The first letters of messages between stages that share a vocabulary: the output (x), and that a
+stage's part is computed (s, g)."""
 
 
 def stage_of(word: str, rank: int, pp: int, *, receives: bool) -> int:
-    """Return the virtual stage, counted from the chunk's first, of the rank that receives or sends
-    a message with this word."""
+    """Return the virtual stage of the rank that receives or sends a message with this word, counted
+    from the first virtual stage of the same chunk."""
     back = word[1:] == "^" or (word[1:] == "@" and (word[0] == "f") == receives)
     return pp - 1 - rank if back else rank
 
 
 RECEIVED = {direction: received(direction) for direction in (*STEP, *"ex")}
 SENT = {direction: event_of(f"sent_{direction}") for direction in "fbex"}
-"""The arrival and the end of a message; see `received`."""
+"""The events at which a message arrives, and at which its send ends; see `received`."""
 ENDED = {"f": event_of("f_end"), "b": event_of("b_end")}
 SHARED_OUT = event_of("vocabulary")
-"""The end of the sum of the output's gradient, where all stages share the vocabulary."""
+"""The end of the sum of the output's gradient over stages that share the vocabulary."""
 COPIED_OUT, COPIED_IN, REDUCED = event_of("d2h"), event_of("h2d"), event_of("reduced")
-"""The end of the copies of activations to the host and back, and of the reduction of gradients."""
+"""The ends of the copies of activations to the host and back, and of the reduction of gradients."""
 
 
 class Slot(NamedTuple):
-    """A staging slot.  In a rounding buffer (`by_layer`), the tensors of one part share the slot at
-    the same time; elsewhere all tensors of a (micro-batch, chunk) do."""
+    """A staging slot. In a rounding buffer (`by_layer`), the tensors of one part of the model share
+    the slot; in other slots, all tensors of a (micro-batch, chunk) do."""
 
     by_layer: bool
     number: int

@@ -40,8 +40,8 @@ class LayerShift(NamedTuple):
 
 class PieceShift(NamedTuple):
     """A renaming that adds `pieces` to the numbers of pieces, and `events` to the numbers of the
-    block's events.  `offset`: the share of rows before the piece; `works_on_piece`: for each
-    action, whether it works on the piece's rows."""
+    block's events. `offset`: the new share of rows before the piece; `works_on_piece`: for each
+    action, whether it works on the piece's rows, so that its rows change too."""
 
     pieces: int
     events: int
@@ -64,7 +64,7 @@ class PieceShift(NamedTuple):
 
 
 class Renaming(Protocol):
-    """New names of storages and parts, and a number to add to the numbers of a block's events."""
+    """New names for storages and parts, and a number to add to the numbers of a block's events."""
 
     @property
     def events(self) -> int: ...
@@ -105,8 +105,8 @@ def _later(event: Event | None, by: int) -> Event | None:
 
 
 class LayerPeriods(NamedTuple):
-    """Periods of one or more equal layers.  Each period adds `layers` to the numbers of layers that
-    lie between the two numbers of `near`."""
+    """Periods of one or more equal layers. Each period adds `layers` to the numbers of layers
+    between the two numbers of `near`."""
 
     layers: int
     near: tuple[int, int]
@@ -116,7 +116,7 @@ class LayerPeriods(NamedTuple):
 
 
 class PiecePeriods(NamedTuple):
-    """Periods of a single mini-sequence piece.  `offsets`: for each piece, the share of rows before
+    """Periods of one mini-sequence piece each. `offsets`: for each piece, the share of rows before
     it; `works_on_piece`: for each action, whether it works on the piece's rows."""
 
     offsets: tuple[float, ...]

@@ -34,7 +34,7 @@ class OpSeconds(NamedTuple):
 # Why: docs/decisions/engine.md, How is an exchange of experts beside another micro-batch
 def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSeconds:
     """Seconds of an operator with its collectives before, after or during its kernels, as emit_op
-    and emit_backward place them.  `comm_s`: seconds of a collective on a rank."""
+    and emit_backward issue them. `comm_s`: seconds of a collective on a rank."""
     cost = problem.cost
     gemm = problem.tp_overlap == "gemm"
     split = op.has_weight and problem.tp_overlap in ("backward", "gemm")
@@ -59,7 +59,7 @@ def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSe
 
 
 class Exposed(NamedTuple):
-    """The shares of an exchange's seconds by which compute is longer: in a forward that overlaps a
+    """The shares of an exchange's seconds that lengthen compute: in a forward that overlaps a
     backward, and in that backward."""
 
     forward: float
@@ -95,10 +95,10 @@ def exposed_shares(
 
 
 def _left(whole_s: float, compute: OpSeconds, *, delayed: bool) -> tuple[float, float]:
-    """(forward, backward): the seconds of exchanges of `whole_s` seconds for which compute waits.
-    The forward's exchange starts together with the backward's `compute`.  The backward's comes
-    after it on the same stream, and after the input gradients; weight gradients come with the input
-    gradients unless they are `delayed`."""
+    """(forward, backward): how many of an exchange's `whole_s` seconds compute waits. The forward's
+    exchange starts together with the backward's `compute`. The backward's exchange follows it on
+    the same stream and also waits for the input gradients. Unless weight gradients are `delayed`,
+    they are computed together with the input gradients."""
     both_s = compute.inputs_s + compute.weights_s
     begins_s = max(compute.inputs_s if delayed else both_s, whole_s)
     ends_s = max(both_s, whole_s) + compute.forward_s

@@ -1,11 +1,11 @@
 """Blocks compiled for the chunk level: consecutive kernels on a stream become one row.
 
 Only the first action of a row waits for an event, and only the last action records an event, so no
-other action can run between them.  Let the kernels of a row take d1, d2, ... seconds and the host
-h1, h2, ... seconds to issue them.  Then the row ends d1 + d2 + ... after its start.  Kernel j
-starts no earlier than the host's clock before the row + h1 + ... + hj.  So the row starts no
-earlier than that clock + the largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as
-its single actions.
+other action can run between them. Let the kernels of a row take d1, d2, ... seconds and the host
+h1, h2, ... seconds to issue them. Then the row ends d1 + d2 + ... after its start. Kernel j starts
+no earlier than the host's clock before the row + h1 + ... + hj. So the row starts no earlier than
+that clock + the largest (h1 + ... + hj) - (d1 + ... + d(j-1)). The times of a row are exactly those
+of its single actions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ NEVER = float("-inf")
 
 
 class Row(NamedTuple):
-    """Consecutive actions on a stream.  `seconds`: time on the stream; `issue`: time of the host;
-    `late`: seconds from the host's clock before the row to the earliest start that the host allows
-    (all waits for the host count before the row).  `held`: whether the host waits for its end.
-    `wait`, `begin`, `event`: the event that the row waits for, and the events of its start and of
-    its end.  `send`: the direction of a message."""
+    """Consecutive actions on a stream. `seconds`: time on the stream; `issue`: time of the host;
+    `late`: seconds from the host's clock before the row to the earliest start that the host's
+    issuing allows. `held`: whether the host waits for the row's end. `wait`, `begin`, `event`: the
+    event that the row waits for, and the events of its start and its end. `send`: a message's
+    direction."""
 
     stream: int
     seconds: float
@@ -46,8 +46,8 @@ Carried = tuple[tuple[Event, Event], ...]
 
 
 class RowPart(NamedTuple):
-    """Rows of a block in order, or inner parts, which occur `times` times.  `carried`: events that
-    are renamed before the rows, because all periods of a block share one set of rows."""
+    """Rows of a block in order, or parts inside it, which occur `times` times. `carried`: events
+    that are renamed before the rows run, because all periods of a block share the rows."""
 
     rows: tuple[Row, ...]
     carried: Carried = ()
@@ -79,8 +79,8 @@ def rows_with(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing] | None = None,
 ) -> RowBlock:
-    """Compile a block into rows with the timings of its actions, and append these timings to
-    `timed`.  Each period is compiled once."""
+    """Compile a block into rows with the timings of its actions; append these timings to `timed`.
+    Each period is compiled only once."""
     timed = [] if timed is None else timed
     if block.periods:
         parts, busy = _parts(block.parts, rank, timing, timed)
@@ -132,9 +132,9 @@ def _carried(
     period: Sequence[RowPart], rest: Sequence[RowPart], periods: Periods
 ) -> tuple[Carried, Carried]:
     """The events to rename from period to period, and from the last period to the rest of the
-    block.  The events of each period have the names of the first period.  So event number n of a
-    period is number n + `events` one period earlier; if that period does not record the event, an
-    earlier period does."""
+    block. All periods use the event names of the first period. So event number n of a period has
+    number n + `events` one period earlier; if that period does not record it, an earlier one
+    does."""
     recorded = {event for row in _all_rows(period) for event in (row.begin, row.event)}
     events, back = periods.events, (periods.times - 1) * periods.events
     awaited = [event for event in _awaited(rest) if event.number >= periods.event]
@@ -151,7 +151,7 @@ def _carried(
 
 
 def _awaited(parts: Sequence[RowPart]) -> list[Event]:
-    """The local events that parts wait for before an action of the parts records them."""
+    """The local events that parts wait for and that no earlier action of the parts records."""
     found: dict[Event, None] = {}
     _look(parts, set(), found)
     return [*found]

@@ -1,7 +1,7 @@
-"""Contention of a program's copies with opposite copies, NIC traffic and HBM traffic.
+"""How a program's copies compete with opposite copies, NIC traffic and HBM traffic.
 
-The factors are constant for a program and follow from its actions: a copy's cost depends on the
-work that overlaps copies on average, not on the work at the time of the copy.
+The factors are constant for a program and follow from its actions: the seconds of a copy depend on
+the work that overlaps copies on average, not on the work at the time of the copy.
 """
 
 from collections import Counter
@@ -36,12 +36,12 @@ PASSES = ("F", "B")
 def copy_traffic(
     problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
 ) -> CopyTraffic:
-    """Return the work that overlaps a program's copies.  `kernel_s`: seconds of a kernel that
+    """Return the work that overlaps a program's copies. `kernel_s`: seconds of a kernel that
     overlaps no copy.
 
     Traffic to another node crosses the GPU's x16 link as copies do, because the NIC is on the same
-    PCIe switch.  This traffic consists of pipeline messages, and of collectives in the passes that
-    copies overlap.  Collectives at the end of a step overlap no copies and do not count.
+    PCIe switch. This traffic consists of pipeline messages, and of collectives in passes that
+    copies overlap. Collectives at the end of a step overlap no copies and do not count.
     """
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
@@ -64,7 +64,10 @@ def copy_traffic(
     exchanged = _exchanged_bytes(problem, program)
 
     def network_share(kind: Kind) -> float:
-        passes = _overlapped_passes(program, kind)
+        # The labels of the passes that copies of a kind overlap: those that contain the copies, or
+        # both labels if some copies have separate blocks.
+        labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
+        passes = PASSES if labels.difference(PASSES) else tuple(sorted(labels))
         messages = sent + fsum(exchanged[label] for label in passes)
         return messages / moved[kind] if moved[kind] else 0.0
 
@@ -79,9 +82,9 @@ def copy_traffic(
 
 
 class PieceTraffic(NamedTuple):
-    """The work that overlaps updates of optimizer states in pieces.  `beside`: whether copies
-    overlap the host's updates; `visiting_bytes`: bytes that visits copy up for each parameter that
-    the host updates meanwhile; `traffic`: the traffic that overlaps the copies of visits."""
+    """The work that overlaps updates of optimizer states in pieces. `beside`: whether copies
+    overlap the host's updates; `visiting_bytes`: bytes that visits copy to the device for each
+    parameter that the host updates at the same time; `traffic`: that which overlaps visits."""
 
     beside: bool = False
     visiting_bytes: float = 0.0
@@ -89,9 +92,9 @@ class PieceTraffic(NamedTuple):
 
 
 def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTraffic:
-    """Return the work that overlaps updates in pieces on ranks with these blocks.  A copy of
-    weights or states overlaps everything that is issued before compute waits for the copy; and
-    copies of later blocks overlap an update if they wait for its end."""
+    """Return the work that overlaps updates in pieces on ranks with these blocks. A copy of weights
+    or states overlaps all actions that are issued before compute waits for the copy. Copies of
+    later blocks overlap an update if they wait for its end."""
     visiting = updated = 0
     beside = two_way = False
     for blocks in ranks:
@@ -114,13 +117,6 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
         visiting / updated if beside else 0.0,
         NO_TRAFFIC._replace(two_way_share=float(two_way)),
     )
-
-
-def _overlapped_passes(program: Program, kind: Kind) -> tuple[str, ...]:
-    """The labels of the passes that copies of a kind overlap: those that contain the copies, or
-    both labels if some copies have separate blocks."""
-    labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
-    return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
 
 def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
@@ -150,8 +146,8 @@ def collectives(block: Block) -> Counter[Comm]:
 
 
 def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
-    """Seconds of all kernels of all ranks.  The kernels of a shared block take equal seconds on all
-    ranks, unless a collective overlaps one of them."""
+    """Seconds of all kernels of all ranks. The kernels of a shared block take equal seconds on all
+    ranks, unless collectives overlap some of them."""
     found: list[float] = []
     ranked: dict[int, list[tuple[Action, int]]] = {}
     for block, runs in program.block_runs:
@@ -179,10 +175,10 @@ def _moved(program: Program, kind: Kind) -> int:
 def _both(program: Program, total: int) -> float:
     """The share of copied bytes that overlap a copy in the opposite direction.
 
-    Of whole-chunk copies, these are copies issued next to a copy of the opposite direction and of
-    another (micro-batch, chunk), because both then overlap the same pass.  Of copies per layer,
-    they are a forward's last copy, if the rank's next pass is a backward with reloads, and as many
-    bytes of these reloads.  All other copies per layer stay in their own pass.
+    Copies of whole chunks overlap if they are issued next to each other in opposite directions and
+    for different (micro-batch, chunk) pairs, because both then run during the same pass. Copies per
+    layer stay in their pass, except a forward's last copy: it overlaps reloads if the rank's next
+    pass is a backward that has them. Then the copy counts, and as many bytes of the reloads.
     """
     overlapping = 0
     for rank in program.ranks:

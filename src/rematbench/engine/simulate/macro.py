@@ -1,8 +1,8 @@
 """A block as a macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant).  The inputs are the times at
+Inside a block every end time is a maximum of (input time + constant). The inputs are the times at
 which the streams and the host are free at entry, and the times of outside events for which the
-block waits.  So a block is a small (max, +) matrix, computed once.  For the algebra, see Baccelli,
+block waits. So a block is a small (max, +) matrix, computed once. For the algebra, see Baccelli,
 Cohen, Olsder, Quadrat 1992, Synchronization and Linearity.
 """
 
@@ -18,8 +18,8 @@ from rematbench.engine.simulate.block_rows import NEVER, Row, RowBlock, RowPart
 from rematbench.engine.simulate.op_level import HOST
 
 Affine = dict[int, float]
-"""A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,
-then external events."""
+"""A maximum of (input + constant): the constant by input index. Inputs are the streams, the host,
+then events from outside the block."""
 
 COMPUTE = STREAM_INDEX["compute"]
 
@@ -27,8 +27,7 @@ AffineTerms = tuple[tuple[int, float], ...]
 
 
 class Terms(NamedTuple):
-    """An output of a block: the index of a stream or the host, and the terms whose maximum is the
-    time at which it is free."""
+    """The time at which a stream or the host (index `target`) is free, as terms of a maximum."""
 
     target: int
     terms: AffineTerms
@@ -37,8 +36,7 @@ class Terms(NamedTuple):
 # Why: docs/decisions/engine.md, Is a macro a duration with fixed offsets?
 class Macro(NamedTuple):
     """A block as a (max, +) map: the ends of streams, the times of events and messages (by
-    direction), the external events for which the block waits, and the messages among these
-    events."""
+    direction), the outside events for which it waits, and the messages among them."""
 
     streams: tuple[Terms, ...]
     events: tuple[tuple[Event, AffineTerms], ...]
@@ -49,11 +47,11 @@ class Macro(NamedTuple):
 
 Matrix: TypeAlias = NDArray[np.float64]
 Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to each of its terms: successive kernels change only these."""
+"""A maximum of terms, and seconds to add to each; successive kernels change only the seconds."""
 
 
 def _join(a: Shifted, b: Shifted) -> Shifted:
-    """The maximum of two times; the object `a` itself if `b` is never later."""
+    """The later of two times; the object `a` itself if `b` is never later."""
     (terms, shift), (others, other) = a, b
     if terms is others:
         return a if shift >= other else b
@@ -77,8 +75,7 @@ def _latest(row: Matrix, times: Sequence[Shifted | None]) -> Shifted | None:
 
 
 def power(ends: Sequence[Shifted], times: int) -> Matrix:
-    """Return the (max, +) power of the square matrix whose rows are `ends`; `times` is 1 or
-    more."""
+    """Return the (max, +) power of the square matrix with the rows `ends`; `times` >= 1."""
     base: Matrix = np.full((len(ends), len(ends)), NEVER)
     for row, (terms, shift) in zip(base, ends, strict=True):
         for at, constant in terms.items():
@@ -105,8 +102,9 @@ def _frozen(value: Shifted) -> AffineTerms:
 
 
 class _Run:
-    """A symbolic run of blocks, with the times at which streams and the host are free and events
-    happen.  `inputs`: the streams and outside events whose times at entry count (None: all)."""
+    """A symbolic run of blocks, with the times at which streams and the host are free and at which
+    events happen. `inputs`: the streams and outside events whose times at entry matter (None:
+    all)."""
 
     def __init__(self, inputs: Container[int | Event] | None = None) -> None:
         self.inputs = inputs
@@ -117,8 +115,8 @@ class _Run:
         self.sends: list[tuple[str, Shifted]] = []
 
     def run(self, parts: Sequence[RowPart], seen: dict[Event, Shifted], later: Set[Event]) -> None:
-        """Issue and run parts in order.  `seen`: the times of events so far, to which the events of
-        the parts are added; `later`: the events for which other parts or blocks wait."""
+        """Issue and run parts in order. `seen`: the times of events so far; the events of the parts
+        are added. `later`: the events for which other parts or blocks wait."""
         for part in parts:
             if part.times > 1:
                 self._again(part, seen, later)
@@ -154,9 +152,9 @@ class _Run:
                 self._held(end)
 
     def _again(self, part: RowPart, seen: dict[Event, Shifted], later: Set[Event]) -> None:
-        """Issue and run a part `times` times.  One turn is a (max, +) matrix that maps the times of
-        streams, the host and events before it to those after it; all turns are a power of that
-        matrix."""
+        """Issue and run a part `times` times. One turn is a (max, +) matrix, which maps the times
+        of streams, the host and events before the turn to those after it. All turns are a power of
+        that matrix."""
         turn = _Run()
         named = sorted(later, key=str)
         turn.externals = {event: HOST + 1 + at for at, event in enumerate(named)}
@@ -165,7 +163,7 @@ class _Run:
         state |= part.renamed(state)
         turn._once(part, state, later)
         assert not turn.sends
-        events = [*turn.externals]  # Running the turn added events for which only its rows wait.
+        events = [*turn.externals]  # This includes events for which only the turn's rows wait.
         matrix = power([*turn.free, *(state[event] for event in events)], part.times)
         before = [*self.free, *(seen.get(event) for event in events)]
         after = [_latest(row, before) for row in matrix]
@@ -198,8 +196,8 @@ class _Run:
 
 
 def macro_of(*blocks: RowBlock, inputs: Container[int | Event] | None = None) -> Macro:
-    """Return the macro of blocks that are issued in sequence.  Local events are known only inside
-    their block.  `inputs`: the streams and outside events whose times at entry count (None:
+    """Return the macro of blocks that are issued in sequence. Local events are known only inside
+    their block. `inputs`: the streams and outside events whose times at entry matter (None:
     all)."""
     run = _Run(inputs)
     seen: dict[Event, Shifted] = {}
@@ -219,12 +217,11 @@ def macro_of(*blocks: RowBlock, inputs: Container[int | Event] | None = None) ->
 
 def prune(macros: Sequence[Macro]) -> list[Macro]:
     """Drop terms that can never be the maximum, and ends of streams that no macro reads and that
-    never come last on their rank.
+    are never the last on their rank.
 
-    If every block leaves a stream free no later than the compute stream, the stream's free time
-    never exceeds the compute stream's free time.  A term of that stream is then dominated by a
-    compute term with an equal or larger constant.  The host runs ahead of compute, so its terms are
-    kept.
+    If every block leaves a stream free no later than the compute stream, the stream is never free
+    later than compute. A term of that stream is then redundant if there is a compute term with an
+    equal or larger constant. The host runs ahead of compute, so its terms are kept.
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}

@@ -29,8 +29,8 @@ Times = dict[int, float]
 
 
 class Runs(NamedTuple):
-    """A rank's steps as runs.  A run joins neighbouring steps of the same (micro-batch, chunk).
-    `keys`: the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in
+    """A rank's steps as runs, each of which joins neighbouring steps of the same (micro-batch,
+    chunk). `keys`: the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in
     order."""
 
     keys: tuple[tuple[int, ...], ...]
@@ -39,15 +39,15 @@ class Runs(NamedTuple):
 
 class Motion(NamedTuple):
     """A rank's macro in the form that the inner loop reads: each distinct end time once, and the
-    streams, events and messages that take it (by index into `ends`).  An event's times are keyed by
-    the number of the pass, and messages by a multiple of it plus an offset (`Clock`).  `gate`: the
+    streams, events and messages that have it (by index into `ends`). An event's times are stored by
+    the number of the pass, and messages by a multiple of it plus an offset (`Clock`). `gate`: the
     times of an event, if the macro only makes compute wait for that event."""
 
     ends: tuple[AffineTerms, ...]
-    streams: tuple[tuple[int, int], ...]  # each has a stream and an index into `ends`
+    streams: tuple[tuple[int, int], ...]  # (stream, index into `ends`)
     events: tuple[tuple[Times, int], ...]
-    sends: tuple[tuple[int, int, int], ...]  # each has scale, offset and an index into `ends`
-    waits: tuple[tuple[Times | None, int, int], ...]  # each has an event, or scale and offset
+    sends: tuple[tuple[int, int, int], ...]  # (scale, offset, index into `ends`)
+    waits: tuple[tuple[Times | None, int, int], ...]  # (event's times or None, scale, offset)
     gate: Times | None
 
 
@@ -77,9 +77,9 @@ def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
 def rank_macros(
     rank: RankProgram, clock: Clock, code: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """Return a `Motion` for each distinct run of a rank's steps, and the runs in order.  Events for
-    which no macro waits are left out.  `cache`: the macro of each sequence of compiled blocks,
-    shared by the ranks of a program."""
+    """Return a `Motion` for each distinct run of a rank's steps, and the runs in order. Events for
+    which no macro waits are left out. `cache`: the macro of each sequence of compiled blocks; the
+    ranks of a program share it."""
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
     awaited: dict[Event, Times] = {event: {} for macro in macros for event in macro.waits}
@@ -87,13 +87,13 @@ def rank_macros(
 
 
 SKIPPED, JOINS, STARTS = range(3)
-"""The role of a block in a run: it has none, because it only allocates or frees; it continues the
-run of its micro-batch and chunk; or it starts a new run."""
+"""The role of a block in a run: none, because it only allocates or frees; it continues the run of
+its micro-batch and chunk; it starts a new run."""
 
 
 def _role(block: RowBlock) -> int:
-    """A block that receives a message starts a new run: a message sent before it must leave while
-    the block waits."""
+    """A block that receives a message starts a new run: an earlier message must leave while it
+    waits."""
     if block.receives:
         return STARTS
     return JOINS if any(part.rows for part in block.parts) else SKIPPED
@@ -183,7 +183,7 @@ def _inputs(
     waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock, messages: Times
 ) -> list[float] | None:
     """The inputs of a macro that waits for outside events; None if a message is missing, whose
-    number is then `clock.awaiting`."""
+    number then is in `clock.awaiting`."""
     inputs = clock.free.copy()
     for times, scale, offset in waits:
         if times is not None:

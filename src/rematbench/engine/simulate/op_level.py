@@ -18,7 +18,7 @@ from rematbench.engine.program.program import Block, Program, RankProgram
 from rematbench.engine.program.storage import OF_VOCABULARY, Event, stage_of
 
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
-"""Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
+"""Kinds of actions that the simulation leaves out. The event of a RECV is the message's arrival."""
 
 ORDERING = (Kind.WAIT, Kind.EVENT)
 """Kinds of actions that order streams but take no time themselves."""
@@ -27,8 +27,8 @@ Seconds = Callable[[Action, int], float]
 
 
 class Timing(NamedTuple):
-    """The seconds of an action on its stream, and those that the host takes to issue it.  `held`:
-    whether the host then waits until the action has ended."""
+    """The seconds of an action on its stream, and the host's seconds to issue it. `held`: whether
+    the host then waits until the action has ended."""
 
     seconds: float
     issue: float
@@ -40,20 +40,20 @@ NO_TIME = Timing(0.0, 0.0, held=False)
 
 @runtime_checkable
 class RankedSeconds(Protocol):
-    """Costs of actions, including the host's time, and a key for each rank.  Ranks of equal costs
-    have equal keys and share compiled blocks."""
+    """Costs of actions with the host's time, and a key for each rank. Ranks of equal costs have
+    equal keys and share compiled blocks."""
 
     def __call__(self, action: Action, rank: int) -> float: ...
 
     def alike(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks on which every action takes the same time."""
+        """Return a key; it is equal for ranks on which every action takes the same time."""
         ...
 
     def timing(self, action: Action, rank: int) -> Timing: ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
-    """Return a function for timings of actions.  With plain seconds, hosts take no time."""
+    """Return the function for timings of actions. With plain seconds, the host takes no time."""
     if isinstance(seconds, RankedSeconds):
         return seconds.timing
     return lambda action, rank: Timing(
@@ -64,7 +64,7 @@ def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
 Compiled = TypeVar("Compiled")
 EventKey = tuple[Event, int, int]
 MessageNumber = tuple[int, int]
-"""The scale of a pass's number (see `pass_number`) and the offset that give a message's number."""
+"""(scale, offset): a message's number is scale x `pass_number` + offset."""
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
@@ -88,12 +88,11 @@ class Simulation(Struct, frozen=True, kw_only=True):
 
 
 APART = 1 << 20
-"""The distance between the pass numbers of two micro-batches: more than the stages of any
-pipeline."""
+"""The difference of the pass numbers of two micro-batches: more than any pipeline has stages."""
 
 
 SLICED = 1 << 13
-"""The distance between the messages of two slices of one sequence."""
+"""The difference of the message numbers of two slices of a sequence."""
 
 
 def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
@@ -107,7 +106,8 @@ class Clock:
     `position`: the next step; `awaiting`: the message for which the rank waits.
 
     A message's number is twice the number of its pass and stage, plus 1 for backward messages.
-    Messages of token embeddings have negative numbers, by sender; `embedding`: the two ranks.
+    Messages of tied embeddings have negative numbers, by sender; `embedding`: the two ranks that
+    exchange them.
     """
 
     def __init__(self, rank: int, pp: int, embedding: tuple[int, int]) -> None:
@@ -128,8 +128,8 @@ class Clock:
         return 2, 2 * stage + (word[0] == "b") + SLICED * int(number or 0)
 
     def outgoing(self, op: str) -> MessageNumber:
-        """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
-        or, for a token embedding, from this rank to the other rank that has it."""
+        """Return the message of a SEND: to the next (forward) or previous (backward) stage or, for
+        a tied embedding, to the other rank that has the embedding."""
         if op == "tied":
             return 0, -1 - self.rank
         if op[0] in OF_VOCABULARY:
@@ -144,7 +144,7 @@ class Clock:
 
 
 def _named(message: int) -> tuple[str, int, int]:
-    """(direction, micro-batch, stage) of a message, or ("e", sender, 0) of tied embeddings."""
+    """(direction, micro-batch, stage) of a message; ("e", sender, 0) for a tied embedding's."""
     if message < 0:
         return ("e", -1 - message, 0)
     return ("fb"[message % 2], *divmod(message // 2, APART))
@@ -152,7 +152,7 @@ def _named(message: int) -> tuple[str, int, int]:
 
 class Timed(NamedTuple):
     """A compiled action: its stream, its timing, and its events `wait`, `begin` and `event`.
-    `shared`: whether another block may wait for the event.  `send`: the direction of a message."""
+    `shared`: whether other blocks may wait for `event`. `send`: the direction of a message."""
 
     stream: int
     timing: Timing
@@ -175,8 +175,8 @@ class TimedBlock(NamedTuple):
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Compile a block into its actions with their timings.  With `record`, actions that only
-    allocate or free stay, as items of the compute stream that take no time."""
+    """Compile a block into its actions with their timings. With `record`, actions that only
+    allocate or free are kept as items of the compute stream that take no time."""
     timing = timings(seconds)
     items = []
     busy = [0.0] * len(STREAMS)
@@ -242,8 +242,7 @@ def simulation(
     code: Sequence[Sequence[Busy]],
     intervals: Iterable[Interval] = (),
 ) -> Simulation:
-    """Return the simulation of a program whose ranks have run, from the ranks' clocks and compiled
-    blocks."""
+    """Return the simulation of a program whose ranks have run, from clocks and compiled blocks."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
@@ -267,7 +266,7 @@ def drive(
     advance: Callable[[RankProgram, Clock], bool],
 ) -> None:
     """Run every rank until it needs a message that is not sent yet, and repeat until all ranks end.
-    Raise DeadlockError if no rank can continue."""
+    Raise DeadlockError if no rank can continue before that."""
     waiting: dict[int, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0
@@ -319,7 +318,7 @@ def _run(
     chunk: int,
     intervals: list[Interval] | None,
 ) -> None:
-    """Run one block.  `local`: times of its events, at entry only those of its messages."""
+    """Run one block. `local`: times of the block's events; at entry those of messages."""
     free, events = clock.free, clock.events
     for stream, (seconds, issue, held), wait, begin, event, shared, send, action in block.items:
         start = free[stream]

@@ -1,4 +1,4 @@
-"""Seconds of actions.  Only this module applies the cost formulas to actions."""
+"""Seconds of actions. Only this module applies cost formulas to actions."""
 
 from collections.abc import Hashable, Mapping
 from math import fsum
@@ -47,9 +47,8 @@ DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
 
 
 class ActionCosts:
-    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  `crowd`
-    is traffic that slows copies and kernels; if there is a program, it follows from the program's
-    copies and messages."""
+    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds. `crowd`:
+    the traffic that slows copies and kernels; the copies and messages of a `program` replace it."""
 
     def __init__(
         self, problem: Problem, program: Program | None = None, crowd: CopyTraffic = NO_TRAFFIC
@@ -130,10 +129,11 @@ class ActionCosts:
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Return the seconds that the host takes to issue an action: a launch for each kernel, or a
-        single launch for a collective, a message or a copy.  A STALL has no launch.  A layer's CUDA
-        graph is one launch, at its first action; so is a compiled region, which has the kernels
-        between two collectives.  An iteration's graph is launched together with the update, which
-        is in no graph.  Launches of a mixture of experts outside graphs take another time."""
+        single launch for a collective, a message or a copy. A STALL has no launch. A layer's CUDA
+        graph has one launch, at its first action; so has a compiled region, which consists of the
+        kernels between two collectives. An iteration's graph is launched together with the update,
+        which is in no graph. Launches of experts outside graphs take another time
+        (`expert_pace`)."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         launch_s = self.cost.host_launch_s
@@ -155,9 +155,9 @@ class ActionCosts:
         return calls * launch_s + loops_s + hook_s
 
     def _inside(self, action: Action) -> bool:
-        """Whether an action needs no launch, because it is in an iteration's graph, or in a layer's
-        CUDA graph or compiled region and not its first action.  A layer's graph has its kernels and
-        the collectives between them, but no reduction or copy of gradients; a region has only
+        """Whether an action needs no launch: it is in an iteration's graph, or in a layer's CUDA
+        graph or compiled region but not first in it. A layer's graph has its kernels and the
+        collectives between them, but no reduction or copy of gradients; a region has only
         kernels."""
         if self._iterates:
             return action.kind is not Kind.OPTIMIZER
@@ -175,8 +175,8 @@ class ActionCosts:
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: for a message to arrive, if the stack's messages
-        are synchronous; for a copy of activations to end, if its copies block; for the counts of
-        experts' tokens; or for every action to end, if its launches block."""
+        are synchronous; for a copy of activations to end, if the stack's copies block; for the
+        counts of experts' tokens; or for any action to end, if launches block."""
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
         if self._iterates:
@@ -188,7 +188,7 @@ class ActionCosts:
         return self._waits_for_messages and action.wait is not None and bool(action.wait.message)
 
     def alike(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal costs: those with the same kinds of links
+        """Return a key that is equal for ranks with equal costs, which have the same kinds of links
         in their groups and to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         other = sum(self.problem.embedding_ranks or (0, pp - 1)) - rank
@@ -216,8 +216,8 @@ class ActionCosts:
         return self.cost.overlapped_s(seconds, other_s * rows.fraction, overlaps)
 
     def _stall_s(self, action: Action, rank: int) -> float:
-        """Seconds by which a collective slows compute: all kernels that run meanwhile, or the
-        single kernel that was moved into the collective's window."""
+        """Seconds by which a collective slows compute: all kernels that run during it, or the
+        kernel that was moved into its window."""
         comm, rows = action.exchange.comm, action.rows
         assert comm is not None
         if action.op == STALL:
@@ -255,8 +255,8 @@ class ActionCosts:
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _copy_s(self, action: Action, _: int) -> float:
-        """Seconds of a copy.  The host casts the weights that it updated before it sends them.
-        States on a visit share the link with states on their way back if visits overlap."""
+        """Seconds of a copy. Before the host sends weights that it has updated, it casts them.
+        States of a visit share the link with states on their way back, if visits overlap."""
         direction: CopyDirection = "d2h" if action.kind is Kind.D2H else "h2d"
         visits = action.op in (STATES_UP, STATES_DOWN)
         crowd = self.pieces.traffic if visits else self.crowd
@@ -271,8 +271,8 @@ class ActionCosts:
 
     def _optimizer_s(self, action: Action, rank: int) -> float:
         """Seconds of an update on the device or the host, and of quantising weights after it
-        (deviation: the weights of the layers that the base plan gives to the rank).  The action's
-        `nbytes` are the bytes of the updated parameters in compute precision."""
+        (deviation: these are the weights of the layers that the base plan gives to the rank). The
+        action's `nbytes` are the bytes of the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
             held = quantised_weights(self.problem, self.problem.base_plan, rank)
@@ -293,7 +293,7 @@ _OTHERS = {
 
 
 Begins = dict[Kind, frozenset[str]]
-"""For each kind of action, the operators of a layer whose action needs a launch."""
+"""For each kind of action, the operators of a layer whose action has a launch."""
 
 
 def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTable:
@@ -311,8 +311,8 @@ def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTab
 
 
 def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
-    """The operators with which a layer's CUDA graphs begin (the first operator with a forward, the
-    last operator with an input gradient), and all operators outside graphs."""
+    """The operators that have a launch in a layer with CUDA graphs: the first of each graph (the
+    first operator with a forward, the last with an input gradient), and all outside graphs."""
     inside = [op for op in table.ops if op.name not in eager]
     forward = {op.name for op in [one for one in inside if one.forward][:1]}
     backward = {op.name for op in [one for one in inside if one.backward_input][-1:]}
@@ -321,8 +321,8 @@ def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
 
 
 def _region_begins(table: OpTable) -> Begins:
-    """The operators with which a layer's compiled regions begin.  A region ends at a collective and
-    at the end of the layer."""
+    """The first operator of each compiled region of a layer. A region ends at a collective or the
+    layer's end."""
     forward, backward = set(), set()
     broken = True
     for op in table.ops:
@@ -350,5 +350,5 @@ def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
 
 
 def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
-    """Return the costs of a problem's actions, slowed by a program's copies and messages."""
+    """Return the costs of a problem's actions, slowed by the copies and messages of a program."""
     return ActionCosts(problem, program)

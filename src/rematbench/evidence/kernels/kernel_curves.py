@@ -358,7 +358,7 @@ def fit_bytes(
     own = [row for row in rows if declared.match.holds(row)]
     kinds = {row.shape.get("pass") for row in own}
     if "forward" not in kinds or len(kinds) < 2:
-        raise KernelError(f"kernels.csv: a pass is missing: {msgspec.to_builtins(declared.match)}")
+        raise KernelError(f"kernels.csv: a pass has no row: {msgspec.to_builtins(declared.match)}")
     real = np.array([seconds(row) for row in own])
     hbm_rates = [reached_hbm(sources, row, hbm) for row in own]
     weights = document_weights(own)

@@ -82,7 +82,7 @@ def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows
         and (sources.of_generation(generation, r) or r.gpu not in sources.gpus)
     ]
     if not found:
-        raise KernelError(f"kernels.csv: no row for {msgspec.to_builtins(declared)}")
+        raise KernelError(f"kernels.csv: no row matches {msgspec.to_builtins(declared)}")
     base = 1.0
     if declared.against is not None:
         base = median(measured(r).value for r in rows if declared.against.holds(r))

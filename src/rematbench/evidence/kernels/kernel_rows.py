@@ -207,7 +207,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _bound(row: KernelRow, key: str) -> float:
-    """A number of the shape, or the value; NaN, for which no bound holds, for other texts."""
+    """The row's value, or a number of its shape; NaN, for which no bound holds, for other texts."""
     text = str(row.value) if key == "value" else row.shape.get(key, "")
     try:
         return float(text)
@@ -295,7 +295,7 @@ class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows behind operators.yaml."""
+    """The measured rows from which operators.yaml is made, by operator."""
 
     unfused_attention: Match
     norm: dict[str, ByteRows]

@@ -35,8 +35,8 @@ def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
 
 
 def every_cell() -> list[Cell]:
-    """The cells of the committed sheets: those of runs.csv with what is derived from them, then the
-    rows of the other sheets."""
+    """The rows of all committed sheets: those of runs.csv with the rows derived from them, then
+    those of the other sheets."""
     first, *others = sheets()
     beside = [{**row, "cell": BESIDE} for name in others for row in committed(name)]
     return [*all_cells(committed(first)), *beside]

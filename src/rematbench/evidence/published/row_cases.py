@@ -236,8 +236,8 @@ def _shipped(kind: Kind, name: str) -> str:
 
 
 def _experts(row: Row, model: Model) -> Experts:
-    """The experts of a row, with what the row does not say as the named model has it; the first
-    layers are the dense ones."""
+    """The experts of a row. Facts that the row does not state are those of the named model; the
+    first layers are the dense ones."""
     counts = {name: text(row, name) for name in ("dense_layers", "shared_experts_ffn")}
     dense, shared = (0 if cell in NONE else whole(row, name) for name, cell in counts.items())
     if not counts["dense_layers"] and model.experts:
@@ -284,9 +284,9 @@ USUAL_HEADS = (64, 128)
 
 
 def _head_dim(name: str, shape: dict[str, int], mlp: str, *, plain: bool) -> int:
-    """The width of a head of a model without a file: its family's, or hidden / heads.  RowError if
-    models of this kind often have heads of another width, and the row does not say `plain_heads`
-    (`plain`), as where the trainer has no others."""
+    """The width of a head of a model without a file: that of its family, or hidden / heads.
+    RowError if models of this kind often have heads of another width, unless the row's words say
+    `plain_heads` (`plain`): heads of the trainer are always hidden / heads wide."""
     if WIDE_HEADS.search(name.lower()) and not plain:
         return WIDE
     width, rest = divmod(shape["hidden"], shape["num_heads"])

@@ -74,8 +74,9 @@ THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def read_number(cell: str) -> float:
-    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError for
-    other texts, also for a decimal comma (`0,1`); it continues a sentence about the cell."""
+    """The number in a cell; commas are allowed only between thousands (`8,192`). ValueError for
+    other texts, also for a decimal comma (`0,1`); its message continues a sentence about the
+    cell."""
     plain = cell.replace(",", "") if THOUSANDS.fullmatch(cell) else cell
     try:
         value = float(plain)
@@ -115,7 +116,7 @@ def flag(row: Row, column: str, default: bool) -> bool:
 
 
 def read_choice(row: Row, column: str, default: str, kind: Any) -> Any:
-    """The word in a cell, one of the Literal `kind`; RowError for another word."""
+    """The word in a cell, which must be a value of the Literal type `kind`; otherwise RowError."""
     cell = text(row, column).lower() or default
     allowed = get_args(kind)
     if cell not in allowed:

@@ -21,7 +21,7 @@ from rematbench.inputs.paths import data_dir
 NONE = ("", "none", "no", "0", "null", "off", "false", "disabled")
 """Words for a feature that is off."""
 UNSAID = ("-", "?", "n/a", "not printed", "not published", "not stated", "unknown")
-"""Words of a cell whose source is silent, as if it were empty."""
+"""Words for a value that the source does not print; such a cell counts as empty."""
 NUMBER = re.compile(r"\d*\.\d+|[1-9]\d*|0")
 SEPARATORS = re.compile(r"[\s_:=+/,^()\[\]]+|(?<=\w)-")
 INSIDE = re.compile(r"\(([^()]*)\)")
@@ -121,7 +121,7 @@ def policies() -> list[str]:
 
 
 def policy(words: str) -> tuple[str, dict[str, Any]] | None:
-    """The method and settings of words for recomputation (`uniform 2`, `selective(2)`), or None."""
+    """The method and settings that words for recomputation mean (`uniform 2`), or None."""
     known = _file().policies
     found = spelled(words.lower(), known)
     if found is None or found[1] == "0":
@@ -166,8 +166,9 @@ def sheets() -> tuple[str, ...]:
 
 @cache
 def committed(name: str) -> tuple[Cell, ...]:
-    """The rows of a sheet of results/published with its name, their numbers from 1 on, the cells
-    that all of its rows have, and the cells that words state."""
+    """The rows of a sheet of results/published. Each has the columns `sheet` and `row` (from 1 on),
+    the cells that the sheet's entry gives to all of its rows, and the cells that its words
+    state."""
     given = _file().sheets[name].given
     rows = enumerate(read_sheet(data_dir("published") / name), start=1)
     filled = (
@@ -202,7 +203,7 @@ def _cell(row: Row, name: str, column: Words) -> str:
 
 
 def printed(row: Row, name: str) -> str:
-    """The text of a cell; empty where its source is silent."""
+    """The text of a cell; empty if it says that the source does not print the value."""
     cell = text(row, name)
     return "" if cell.lower() in UNSAID else cell
 

@@ -1,6 +1,6 @@
-"""The GPU checks: a finding per claim, from the files of a `measure-gpu` run.
+"""The GPU checks: a finding for each claim, from the files of a `measure-gpu` run.
 
-A part that crashed or ran out of time leaves the records that it finished.  A missing record leaves
+A part that crashed or ran out of time leaves the records that it finished. A missing record leaves
 its claim undecided; a failed or unreadable record makes its claim false.
 """
 
@@ -16,12 +16,12 @@ from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, RecordError, read_record
 
 PEAK_LIMIT = 0.02
-"""The allocator's peak may differ from the simulated peak by this share of simulated activations
-(the project's bound).  The same share of the whole peak, states included, could hide the
+"""The share of the simulated activations by which the allocator's peak may differ from the
+simulated peak (the project's bound). A share of the whole peak, with states, could hide the
 difference between two methods."""
 WORKSPACES = 2 * (32 << 20)
-"""Bytes in the allocator's peak that are not simulated: a workspace of cuBLAS and one of cuBLASLt,
-32 MiB each on Hopper (torch's CUDABlas.cpp), for the one stream that runs GEMMs."""
+"""Bytes of the allocator's peak that are not simulated: a workspace of cuBLAS and one of cuBLASLt,
+32 MiB each on Hopper (torch's CUDABlas.cpp), for the only stream that runs GEMMs."""
 
 
 SUMMARY = "summary.json"
@@ -29,7 +29,7 @@ PACKAGES_RUN = "the packages run"
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim, whether it holds on this device (None: unknown), and its numbers in words."""
+    """A claim, whether it holds on this device (None: unknown), and its numbers in words."""
 
     claim: str
     holds: bool | None
@@ -47,7 +47,7 @@ class Ran(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The summary of a `measure-gpu` run: when it was written, its device, parts and findings."""
+    """The summary of a `measure-gpu` run: its date and time, device, parts and findings."""
 
     written: str
     device: str
@@ -64,7 +64,7 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_summary(path: Path) -> Summary:
-    """Read a summary file; raises RecordError in one line for any other file."""
+    """Read a summary file; RecordError of one line for any other file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Summary)
     except msgspec.DecodeError as error:
@@ -87,9 +87,9 @@ class Cells(NamedTuple):
         )
 
     def lost(self) -> Iterator[tuple[str, bool | None, str]]:
-        """(cell name, False or None, why) for every cell without numbers: False for a failed or
-        unreadable record, None for a missing one.  A cell whose method refuses its problem is left
-        out."""
+        """Yield (cell name, False or None, reason) for every cell without numbers: False for a
+        failed or unreadable record, None for a missing one. Cells that their method refuses are
+        left out."""
         for name, record in self.records.items():
             if record.status not in ("ok", "unsupported"):
                 yield name, False, f"{record.status} {record.reason}".rstrip()
@@ -125,9 +125,8 @@ def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
 
 
 def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: str) -> Finding:
-    """The finding of a claim about several (name, whether it holds, text): false where one is
-    false, else unknown (None) where one is unknown or there are none.  `nothing`: the text where
-    there are none."""
+    """The finding of a claim about several (name, whether it holds, text): False if one is false;
+    otherwise None if one is unknown or there are none. `nothing`: the text if there are none."""
     held = {holds for _, holds, _ in said}
     holds = False if False in held else None if None in held or not held else True
     text = "; ".join(f"{name} {text}".strip() for name, _, text in said)
@@ -135,8 +134,8 @@ def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: 
 
 
 def _packages(folder: Path) -> Iterator[Finding]:
-    """The finding that the packages ran, with seconds and bytes of each; none where they did not
-    run.  Their kernels differ, so seconds are not compared."""
+    """Yield the finding that the packages ran, with the seconds and bytes of each; none if they did
+    not run. Their kernels differ, so seconds are not compared."""
     cells = read_cells(folder)
     said: list[tuple[str, bool | None, str]] = []
     for name, record in cells.records.items():
@@ -152,7 +151,7 @@ def _packages(folder: Path) -> Iterator[Finding]:
 
 
 def _lossless(cells: Cells) -> Iterator[Finding]:
-    """A finding per `lossless` problem: whether every method's gradients are keep_all's."""
+    """Yield a finding per `lossless` problem: whether every method's gradients are keep_all's."""
     names = {name.split(".")[0] for name in (*cells.records, *cells.unreadable, *cells.missing)}
     for problem in sorted(names) or ["lossless"]:
         same = cells.of(f"{problem}.")
@@ -174,7 +173,7 @@ def _short(
 
 
 def _verdict(comparison: Comparison) -> str:
-    """The error that is judged, and over which steps."""
+    """The gradient error by which a run is judged, its bound, and the steps that count."""
     if comparison.bitwise:
         return "bitwise"
     steps = "the first step" if comparison.judged_first else "all steps"

@@ -1,6 +1,7 @@
-"""The part `layers` of `measure-gpu`: steps of methods by turns, and their predictions.
+"""The part `layers` of `measure-gpu`: steps of methods, measured in turns and compared with
+predictions.
 
-The measurement starts only with a prediction of every cell by the present constants and plans.  It
+The measurement starts only if every cell has a prediction by the present constants and plans. It
 measures the cells that are predicted to fit.
 """
 
@@ -38,7 +39,7 @@ SEED = 7
 
 
 class Machine:
-    """A device: its name and versions, and its state now."""
+    """A device: its name, the versions of its software, and its present state."""
 
     def __init__(self, device: Device) -> None:
         from rematbench.worlds.torch.devices import smi_name  # noqa: PLC0415  # torch is optional
@@ -58,8 +59,8 @@ class Machine:
 
 
 class Ratio(NamedTuple):
-    """Speed over the speed of the reference: the mean over rounds, and the half-width of its 95 %
-    interval (infinite below two rounds)."""
+    """A cell's speed divided by that of its reference: the mean over rounds, the half-width of its
+    95 % interval (infinite below two rounds), and the number of rounds."""
 
     mean: float
     half_width: float
@@ -67,7 +68,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
-    """The ratio of two cells' speeds, paired by round; None without a common round."""
+    """The ratio of two cells' speeds, paired by round; None if they have no round in common."""
     of = {turn.round: statistics.median(turn.step_s) for turn in reference if turn.step_s}
     pairs = [
         of[turn.round] / statistics.median(turn.step_s)
@@ -85,7 +86,7 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
 
 
 def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
-    """Whether a cell's ratio is precise enough.  If the reference did not run: whether the cell has
+    """Whether a cell's ratio is precise enough. If the reference did not run: whether the cell has
     had the minimum number of turns."""
     if not any(turn.step_s for turn in reference):
         return len([turn for turn in turns if turn.step_s]) >= FEWEST
@@ -96,8 +97,8 @@ def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: flo
 def measure_layers(
     suite: LayerSuite, only: Sequence[str], output: Path, device: Device, limit_s: float
 ) -> None:
-    """Run the cells of this device by turns within `limit_s` seconds.  Each turn writes a line to
-    the file of the cell's problem."""
+    """Run the suite's cells for this device in turns within `limit_s` seconds. Each turn writes a
+    line to the file of its problem."""
     cells, unsettled = layer_cells(suite, only), partial(_unsettled, suite)
     run_by_turns(cells, unsettled, output, "layers", device, limit_s)
 
@@ -110,16 +111,18 @@ def run_by_turns(
     device: Device,
     limit_s: float,
 ) -> None:
-    """Run the cells of this device in turns within `limit_s` seconds.  A cell is skipped if, by its
-    prediction in `output`, it does not fit or needs more host memory than is free.  Each turn is
-    written to the folder of `part`.  `unsettled` returns the cells that need another turn."""
+    """Run the cells for this device in turns within `limit_s` seconds. A cell is skipped if, by its
+    prediction in `output`, it does not fit or needs more host memory than is free. Each turn is
+    written to the folder of `part`. `unsettled` returns the cells that need another turn."""
     from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
     place = prepared_device(device, 0)
     machine = Machine(device)
-    cells = [cell for cell in cells if device == "cpu" or is_on_machine(cell, machine)]
+    cells = [
+        cell for cell in cells if device == "cpu" or has_peak_of(cell.problem.cluster, machine.name)
+    ]
     if not cells:
         raise CommandError(f"the suite has no problem for {machine.name}")
     known = read_predictions(output / PREDICTIONS[part], cells)
@@ -143,14 +146,9 @@ def run_by_turns(
     _rounds(live, unsettled, taken, turn, until, first_turn_s)
 
 
-def is_on_machine(cell: Cell, machine: Machine) -> bool:
-    """Whether the cell's cluster has this machine's GPU."""
-    return has_peak_of(cell.problem.cluster, machine.name)
-
-
 class TurnLog:
     def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
-        """CommandError if the turns of `cells` have another device, constants or plans."""
+        """CommandError if earlier turns of `cells` had another device, other constants or plans."""
         self.folder, self.machine = folder, machine
         self.turns: list[Turn] = []
         known = {cell.name: identity(cell) for cell in cells}
@@ -193,9 +191,9 @@ def _rounds(
     until: float,
     first_turn_s: Mapping[str, float],
 ) -> None:
-    """Rounds in random order until every cell is settled, or the next turn would take too long.
-    Cells of one model run in sequence, because a change of model draws new weights.  A cell that
-    fails has no further turn.  `first_turn_s`: predicted seconds of a cell's first turn."""
+    """Run rounds in random order until every cell is settled, or the next turn would take too long.
+    Cells of one model run one after another, because a change of model draws new weights. A cell
+    that fails has no further turn. `first_turn_s`: predicted seconds of a cell's first turn."""
     models = list(dict.fromkeys(cell.problem.workload.model.name for cell in live))
     took = {cell.name: first_turn_s.get(cell.name, 0.0) for cell in live}
     number = taken.rounds
@@ -217,7 +215,7 @@ def _rounds(
 
 
 def _unsettled(suite: LayerSuite, live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
-    """The cells of the problems in which some ratio is not precise enough."""
+    """The cells of problems in which the ratio of some cell is not precise enough."""
     found, waiting = by_cell(turns), set()
     for cell in live:
         problem = problem_of(cell.name)

@@ -1,6 +1,6 @@
 """Measured and predicted values of one GPU, for tables.
 
-Every error is signed: measured less predicted, over predicted.
+Every error is signed: (measured - predicted) / predicted.
 """
 
 import statistics
@@ -12,12 +12,12 @@ from rematbench.measure.parts.checks import SUMMARY, read_summary
 from rematbench.measure.records import Prediction, Turn, read_lines
 
 TIME_BAR = 0.05
-"""The mean absolute error of time that we expected before any measurement."""
+"""The mean absolute error of seconds that we expected before any measurement."""
 CPU_NOTE = "This was a trial run on a CPU: the times mean nothing."
 
 
 def runs_with(runs: Iterable[Path], name: str) -> list[Path]:
-    """Return the folders of measurements that contain a file, in the order of their measurement."""
+    """Return the folders of measurements with a file `name`, the oldest measurement first."""
     there = [path for path in runs if (path / name).exists()]
     return sorted(there, key=_written)
 
@@ -38,14 +38,14 @@ def signed_error(got: float | None, want: float | None) -> float | None:
 
 
 def mean_error(errors: Sequence[float | None]) -> str:
-    """Return the mean absolute error and the number of errors, as text."""
+    """Return the mean absolute error in percent and the number of errors, as text."""
     known = [abs(error) for error in errors if error is not None]
     return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none"
 
 
 def measured_and_predicted(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Return measured and predicted numbers of a cell with their errors: medians of the seconds of
-    its turns, and peaks of all turns."""
+    """Return the measured and predicted numbers of a cell with their errors: the median of its
+    turns' median step seconds, and the peaks over all turns."""
     steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]
     found: dict[str, Any] = {"n": len(steps) or None}
     got = {"step_s": statistics.median(steps) if steps else None}
@@ -62,8 +62,8 @@ def devices_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def caveats(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the first sentences of a note: a warning for rows of a CPU, and one for predictions
-    that were written after their measurement; empty if neither applies."""
+    """Return the first sentences of a note: a warning if rows are of a CPU, and one if predictions
+    were written after their measurement; empty if neither holds."""
     early = all(row["predicted_first"] for row in rows)
     late = "" if early else "NOT every prediction was written before its measurement. "
     return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + late

@@ -1,4 +1,4 @@
-"""The parts of a `measure-gpu` run, each in its own process, and their summary."""
+"""The parts of a `measure-gpu` run, each in its own process, and the summary of all."""
 
 import datetime
 import math
@@ -29,28 +29,28 @@ from rematbench.worlds.slurm.launch import last_words, run_limited
 LIMITS = {"lossless": 200.0, "large": 260.0}
 """Seconds that each part may take, in the order of the run: less than ten minutes in all."""
 RECORDS = ("lossless", "large")
-"""Parts that write a record per cell; the names of their problems begin with the part's name."""
+"""Parts that write a record for each cell; their problems' names begin with the part's name."""
 ON_DEMAND = {
     "baselines": 180.0,
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part on request may take: the steps of real packages and, by turns, the steps
-of methods and the plans of a search."""
+"""Seconds that each part on request may take: steps of real packages, steps of methods in turns,
+and plans of a search in turns."""
 ENDS_S = 25.0
-"""Seconds between the planned end of a part's last turn and the limit of the part."""
+"""Seconds between the planned end of a part's last turn and the part's limit."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
 }
-"""Parts that do not use gpu.yaml: their suite in config/, and its reader."""
+"""For parts that do not use gpu.yaml: the name of the suite in config/, and its reader."""
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("megatron_core", {}),
     ("megatron_core", {"recompute": "full"}),
     ("deepspeed", {}),
     ("deepspeed", {"checkpointing": "plain"}),
 )
-"""Policies of baselines, with settings, to compare with keep_all and full_recompute (`large`)."""
+"""Policies of baselines with settings, to compare with keep_all and full_recompute in `large`."""
 
 
 class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, part: str) -> None:
         """Raise ConfigError, or another error of one line, if a part's suite or methods are
-        unreadable."""
+        wrong."""
         if part in SUITES:
             SUITES[part][1](self.file(part))
         else:
@@ -88,7 +88,8 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in every if name.startswith(problem)]
 
     def cells(self, problem: str) -> list[Cell]:
-        """Cells of the problems whose name starts with `problem`; CommandError if there is none."""
+        """The selected cells of problems whose name starts with `problem`; CommandError without
+        any."""
         every = cells(load_suite(self.file()), [], self.only)
         found = [cell for cell in every if cell.name.startswith(problem)]
         if not found:
@@ -97,8 +98,9 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None]) -> Summary:
-    """Run the parts one after another. Return a summary of these parts and of the parts that other
-    commands ran in the same folder on this device. `say` announces each part before it starts."""
+    """Run the parts one after another. Return a summary of these parts and of the parts that
+    earlier commands ran in the same folder on this device. `say` announces each part before it
+    starts."""
     from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415  # torch is optional
 
     device = versions(request.device)["device"]
@@ -113,8 +115,8 @@ def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None
 
 
 def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
-    """The parts that the summary of an earlier command lists, except those that run now; none if
-    the summary is missing, unreadable or of another device."""
+    """The parts in the summary of an earlier command, without those that run now; none if the
+    summary is missing, unreadable or of another device."""
     try:
         found = read_summary(path)
     except (OSError, RecordError):
@@ -148,8 +150,7 @@ def _run(part: str, request: GpuRequest, say: Callable[[str], None]) -> Ran:
 
 
 def summarize(ended: tuple[Ran, ...], request: GpuRequest, device: str) -> Summary:
-    """The summary of the parts that have ended, with their missing records; written to
-    SUMMARY."""
+    """Write the summary of ended parts, with their missing records, to SUMMARY and return it."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     done = {ran.part: replace(request, only=ran.only) for ran in ended}
     names = [name for part in RECORDS if part in done for name in done[part].names(part)]
@@ -178,7 +179,7 @@ def _lossless(request: GpuRequest) -> None:
 
 
 def _large(request: GpuRequest) -> None:
-    """Measure bytes and seconds of every method, one launch per method."""
+    """Measure bytes and seconds of every method, with one launch per method."""
     how = How(
         device=request.device,
         steps=1,

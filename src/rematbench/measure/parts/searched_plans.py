@@ -1,7 +1,7 @@
-"""The part `searched` of `measure-gpu`: the plans of a search, measured by turns.
+"""The part `searched` of `measure-gpu`: the plans that a search returns, measured in turns.
 
-`measure-gpu --predict --part searched` searches each job of the suite at each device memory and
-writes the plans with their predictions.  The measurement makes its cells from these lines, and
+`measure-gpu --predict --part searched` searches each job of the suite for each device memory and
+writes the plans with their predictions. The measurement makes its cells from these lines, and
 limits torch to the device memory of the search.
 """
 
@@ -38,13 +38,12 @@ from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cell
 
 SHOWN = 200
-"""The number of a search's rows among which different compositions are looked for."""
+"""The number of a search's first rows from which rows with different compositions are taken."""
 
 
 class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Jobs of one GPU. `beside`: methods whose best plan is also measured, as the choice of a
-    person who does not search.  `within`: the gap that a search proves, a share of the best
-    step."""
+    person who does not search. `within`: the gap to prove, a share of the best step."""
 
     within: Fraction
     jobs: "tuple[OneGpuJob, ...]"
@@ -52,8 +51,8 @@ class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job that is searched at each device memory.  The first `rows` of each answer are measured.
-    Of rows that differ only in settings, only the first is taken."""
+    """A job that is searched for each device memory. The first `rows` of each answer are measured;
+    of rows that differ only in settings, only the first is taken."""
 
     name: str
     why: str
@@ -66,7 +65,7 @@ class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: PositiveInt = 4
 
     def spec(self, memory_gib: float) -> Job:
-        """The problem at a device memory.  States stay on the device: turns share them."""
+        """The job for a device memory. States stay on the device, because turns share them."""
         return Job(
             model=self.model,
             cluster=self.cluster,
@@ -95,7 +94,7 @@ def load_searched(path: Path) -> SearchedSuite:
 
 
 def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
-    """Search every job at every memory; yield the plans to measure with their predictions."""
+    """Search every job for every memory; yield the plans to measure with their predictions."""
     for job in suite.jobs:
         for memory in job.memory_gib:
             asked = SearchRequest(spec=job.spec(memory), within=suite.within)
@@ -144,7 +143,7 @@ def _cell(name: str, spec: Job, method: str) -> Cell:
 
 
 def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
-    """Return the cells of a file of predictions; `only`: the names of cells or problems to take."""
+    """Return the cells of a file of predictions; `only`: names of cells or problems to take."""
     found = []
     for line in lines_of(path):
         assert isinstance(line, Searched)
@@ -159,7 +158,7 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
 
 
 def measure_searched(only: Sequence[str], output: Path, device: Device, limit_s: float) -> None:
-    """Run the plans of the folder's predictions by turns within `limit_s` seconds, each plan for
+    """Run the plans of the folder's predictions in turns within `limit_s` seconds, each plan for
     the minimum number of turns."""
 
     def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:

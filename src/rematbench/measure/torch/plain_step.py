@@ -1,9 +1,9 @@
 """A training step as a person writes it in torch, for comparison with the executor's step.
 
-Model, weights, sums and update are the executor's.  The step runs through autograd on one stream.
-Weight gradients are added to their wide buffers inside the product, as in a loop written for speed.
-Torch's own means to save activation memory can be switched on for each layer.  The loop has one
-rank and Llama blocks.
+Model, weights, sums and update are those of the executor. The step runs through autograd on one
+stream. Weight gradients are added to their wide buffers inside the product, as in a loop written
+for speed. Torch's own means to save activation memory can be switched on for each layer. The loop
+runs only Llama blocks on one rank.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +26,12 @@ EXECUTOR_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""The attention operators in the executor's order of preference; if the problem's kernel is
-`cudnn`, cuDNN's operator precedes them."""
+"""The attention operators in the executor's order of preference. If the problem's kernel is
+`cudnn`, cuDNN's operator comes first."""
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T; the weight's gradient goes into its buffer, not through autograd."""
+    """x @ weight.T; the weight's gradient is added to its buffer, not passed through autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class PlainLoop:
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
 
     def issue_step(self) -> None:
-        """Issue one optimizer step over the model's micro-batches; the sum of its losses stays a
+        """Issue one optimizer step over the model's micro-batches; the summed loss stays a
         tensor."""
         self.steps += 1
         for parameter in self.model.parameters.values():
@@ -102,8 +102,8 @@ class PlainLoop:
         return save_on_cpu(pin_memory=self.model.device.type == "cuda")
 
     def _kept(self, x: Tensor, at: str, weights: dict[str, Tensor]) -> Tensor:
-        """A layer's result; under checkpointing only its input is saved.  Nothing is random, so no
-        state of a generator is kept."""
+        """A layer's output; under checkpointing only its input is saved. No state of a random
+        generator is saved, because nothing is random."""
         if "checkpoint" not in self.means:
             return self._layer(x, at, weights)
         made: Tensor = checkpoint(

@@ -1,9 +1,9 @@
-"""Steps of several plans in one process, by turns: one model's weights, and a new executor per
+"""Steps of several plans in one process, in turns: one model's weights, and a new executor per
 turn.
 
-Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn,
-but the work of a step does not.  A step written by hand takes turns too.  In a pipeline only the
-first rank runs, without its neighbours.
+Clocks and heat are then equal, and weights are drawn once. The weights change from turn to turn,
+but the work of a step does not. A step written by hand has turns too. In a pipeline only the first
+rank runs, without its neighbours.
 """
 
 import math
@@ -39,12 +39,12 @@ SEED = 7
 MAX_STEPS = 5
 TIMED_S = 1.0
 """The timed steps of a turn take about this many seconds: at least one step, at most MAX_STEPS.
-Further turns tell more than further steps, because rounds differ more than the steps of a turn."""
+More turns are worth more than more steps, because rounds differ more than the steps of a turn."""
 
 
 class TurnResult(NamedTuple):
-    """A turn: seconds of its timed steps and of the host that issued them, seconds of the warm-up
-    step, the allocators' peaks (0 on a CPU), and the GPU's state during the warm-up."""
+    """A turn: seconds of each timed step, seconds in which the host issued it, seconds of the
+    warm-up step, the allocators' peaks (0 on a CPU), and the GPU's state during the warm-up."""
 
     step_s: tuple[float, ...]
     issue_s: tuple[float, ...]
@@ -57,7 +57,7 @@ class TurnResult(NamedTuple):
 
 class Turns:
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
-        """`state` reads the GPU's state."""
+        """`state`: the function that reads the GPU's state."""
         torch.set_num_threads(1)  # a rank's process has one thread
         self.device, self.state = device, state
         self.parameters: dict[str, Parameter] = {}
@@ -68,8 +68,8 @@ class Turns:
     def turn(
         self, problem: Problem, plan: Plan, means: Means | None = None
     ) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `TurnResult`. `means`:
-        run the step written by hand, with these torch features, in place of the plan's executor."""
+        """(status, reason of a failure, fields of `TurnResult`). `means`: run the step written by
+        hand with these means of torch, instead of the plan's executor."""
         try:
             return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:
@@ -78,7 +78,7 @@ class Turns:
             self.release()
 
     def release(self) -> None:
-        """Release the memory of executors that no object holds; the weights stay."""
+        """Release the memory of executors that nothing refers to; the weights stay."""
         if self.device.type == "cuda":
             release_memory(self.device)
 
@@ -96,7 +96,7 @@ class Turns:
         clock = make_streams(self.device).clock
         stop = clock()
         run.issue_step()
-        state = self.state()  # the device still works
+        state = self.state()  # read while the device still runs the step
         warm_s = stop()
         steps, issued = [], []
         for _ in range(max(1, min(MAX_STEPS, math.ceil(TIMED_S / warm_s)))):
@@ -123,8 +123,8 @@ class Turns:
         return kind(lower(plan, problem).ranks[0], model, groups_of(problem), optimizer=RULE)
 
     def _model(self, problem: Problem, plan: Plan) -> RankModel:
-        """The model of the first rank, with its batch. It takes over the weights of the previous
-        turn if that had the same model."""
+        """The model of the first rank, with its batch. It uses the weights of the previous turn if
+        that turn had the same model."""
         whose = (problem.workload.model, plan.partition[0])
         if whose != self.whose:
             self.whose, self.parameters = whose, {}
@@ -145,8 +145,7 @@ class Turns:
         return model
 
     def _peaks(self, pinned: int) -> tuple[int, int, int]:
-        """Allocated, reserved and pinned bytes; `pinned`: the bytes that the executor itself has
-        pinned."""
+        """(allocated, reserved, pinned) bytes; `pinned`: bytes that the executor has pinned."""
         if self.device.type != "cuda":
             return 0, 0, pinned
         return (
@@ -157,7 +156,7 @@ class Turns:
 
 
 def groups_of(problem: Problem) -> Groups:
-    """The groups of one rank, or of a pipeline's first rank without its neighbours."""
+    """The groups of a single rank, or of a pipeline's first rank without its neighbours."""
     layout, order = problem.layout, problem.system.parallel.rank_order
     if layout.pp > 1:
         return FirstStageGroups(layout, order)

@@ -24,8 +24,8 @@ WIDTH = 110
 
 
 def write_documents(root: Path, tables: Path) -> list[str]:
-    """Write every marked text of the documents of a checkout anew, from the tables of a folder;
-    return the names of the documents that changed.  A text whose table is missing stays as it is.
+    """Rewrite every marked text in the documents of a checkout from the tables of a folder; return
+    the names of the documents that changed. A text whose table is missing stays as it is.
     ConfigError for a marker without a text or table of its name."""
     changed = []
     for path in sorted(path for place in PLACES for path in root.glob(place)):
@@ -38,14 +38,15 @@ def write_documents(root: Path, tables: Path) -> list[str]:
 
 
 def build(output: Path, values: Mapping[str, str]) -> str:
-    """Write the marked texts from the paper's tables, and the names of the changed documents."""
+    """Rewrite the marked texts from the paper's tables, and write the names of the changed
+    documents to `output`."""
     changed = write_documents(Path(), output.parent / "tables")
     output.write_text("".join(f"{name}\n" for name in changed), encoding="utf-8")
     return f"{output}: {', '.join(changed) or 'no document'} changed"
 
 
 def with_numbers(document: str, tables: Path, label: str) -> str:
-    """A document with its marked texts from the tables of a folder."""
+    """The document with its marked texts made anew from the tables of a folder."""
 
     known = {name for file in table_files().values() for name in file.tables}
 
@@ -59,7 +60,7 @@ def with_numbers(document: str, tables: Path, label: str) -> str:
 
 
 def _text(name: str, tables: Path) -> str:
-    """The text of a name; empty if its table is not there."""
+    """The text or printed table of a name; empty if the table was not made."""
     if name in TEXTS:
         return TEXTS[name](tables)
     path = tables / f"{name}.md"

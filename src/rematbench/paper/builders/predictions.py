@@ -1,4 +1,4 @@
-"""Predictions of the published rows that one method's plans answer."""
+"""Predictions of the published rows that one composed method plans."""
 
 from collections.abc import Mapping
 from pathlib import Path

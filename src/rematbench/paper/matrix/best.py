@@ -80,7 +80,7 @@ def cell_job(
     evaluator: Evaluator | None = None,
     programs: ProbePrograms | None = None,
 ) -> SearchJob:
-    """The searches of one cell.  The cells of one model and length share `evaluator` and the
+    """The search job of one cell. The cells of one model and length share `evaluator` and the
     `programs` of probes."""
     hosts = may_host(load_cluster(cluster), load_system(spec.system))
     home = {"optimizer": "device"} if hosts else {}  # all arms keep the states where the stack does
@@ -296,7 +296,7 @@ def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
     except (ValueError, StopIteration, LayoutError) as error:
         where = " ".join(row[key] for key in (*CELL, "table", "arm"))
         raise CommandError(
-            f"cells: {where}: the row is not the result of a search ({error or 'layers'})"
+            f"cells: {where}: the row is not the result of a search ({error or 'partition'})"
         ) from None
 
 

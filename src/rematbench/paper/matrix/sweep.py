@@ -92,7 +92,6 @@ def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
 
 
 def _head(answers: Answers, table: str, name: str) -> Line:
-    """The columns that say which cell and arm a line is of."""
     where = dict(zip(CELL, answers.at, strict=True))
     gpus = answers.cell.request.spec.gpus
     head = {"table": table, **where, "gpus": gpus, "arm": name}
@@ -114,8 +113,8 @@ def _of_answer(answers: Answers, table: str, name: str, programs: Evaluator) -> 
 def _evaluated(
     answers: Answers, choice: LayoutChoice | None, text: str, programs: Evaluator
 ) -> Result | None:
-    """A method at a layout of the cell (None without a layout).  A method that fills the device
-    leaves the reserve of the job's problem free."""
+    """The result of a method at a layout of the cell (None without a layout). A method that fills
+    the device leaves the reserve of the job's problem free."""
     if choice is None:
         return None
     job, method = answers.cell.job(choice), answers.registry.resolve(text)

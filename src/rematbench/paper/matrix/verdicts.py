@@ -33,7 +33,12 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
         if row["status"] == "ok":
             where = tuple(row[key] for key in CELL)
             if where not in problems:
-                problems[where] = _problem(row, spec)
+                numbers = {key: int(row[key]) for key in ("gpus", "global_batch", *OPEN)}
+                problems[where] = make_problem(
+                    spec.problem(
+                        int(row["seq_len"]), model=row["model"], cluster=row["cluster"], **numbers
+                    )
+                )
             line |= _trust(row, problems[where])
         lines.append(line)
     for table in dict.fromkeys(line["table"] for line in lines):
@@ -45,13 +50,6 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
 def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
     """The lines of each cell (model, cluster, length), in their order."""
     return grouped((tuple(str(line[key]) for key in CELL), line) for line in lines)
-
-
-def _problem(row: Row, spec: MatrixSpec) -> Problem:
-    numbers = {key: int(row[key]) for key in ("gpus", "global_batch", *OPEN)}
-    return make_problem(
-        spec.problem(int(row["seq_len"]), model=row["model"], cluster=row["cluster"], **numbers)
-    )
 
 
 def _trust(row: Row, problem: Problem) -> Line:

@@ -26,7 +26,6 @@ Heading = str | tuple[str, str]
 
 
 def _spec(spec: str) -> Show:
-    """A function that shows a number in a format of Python."""
     return lambda value: format(float(value), spec)
 
 
@@ -94,7 +93,7 @@ class TablesFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def declared() -> TablesFile:
-    """The columns that several tables have, and all tables."""
+    """The tables of config/tables.yaml, and the columns that several of them share."""
     path = data_dir("config") / "tables.yaml"
     return convert(read_mapping(path, str(path)), TablesFile, str(path))
 
@@ -175,8 +174,8 @@ class Table(Struct, frozen=True, kw_only=True):
         )
 
     def write(self, folder: Path) -> None:
-        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder; without a heading, only
-        the CSV."""
+        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder; a table without headings
+        is written only as CSV."""
         folder.mkdir(parents=True, exist_ok=True)
         texts = [self.csv()]
         if any(column.heading for column in self.columns):
@@ -206,7 +205,6 @@ def table_of(
 
 
 def _columns(own: Declared) -> Iterator[tuple[str, str, Show]]:
-    """The key, heading and format of each column."""
     usual = declared().columns
     for item in own.columns:
         given = {k: usual.get(k, k) for k in item.split()} if isinstance(item, str) else item

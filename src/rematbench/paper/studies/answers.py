@@ -114,8 +114,8 @@ def _answer(
     contender: Contender,
     registry: Registry,
 ) -> StudyAnswer:
-    """The answer of one cell: `blank` with numbers, or with a status and a reason.  `problem`: that
-    of `spec`; LayoutError where there is none."""
+    """The answer of one cell: `blank` with numbers, or with a status and a reason. `problem` makes
+    the problem of `spec`, or raises LayoutError."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
         if question.ask in ("longest", "hidden_from"):
@@ -152,7 +152,8 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 
 
 def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
-    """A simulated run as an answer; a plan that does not fit has the numbers of a larger device."""
+    """A simulated run as an answer. The numbers of a plan that does not fit are those on a larger
+    device."""
     evaluation, plan = result.evaluation, result.plan
     if evaluation is None or plan is None:
         return replace(blank, status=result.status, reason=result.reason)
@@ -199,7 +200,10 @@ def _over_lengths(
     if question.ask == "longest":
         found = longest_sequence(problem, method, **steps)
         values: Values = {"seq_len": found.seq_len, "peak_device_bytes": found.peak_device_bytes}
-        return replace(blank, values=values, reason=found.binds)
+        beyond = f"; a length below {found.never_from} may fit" * (
+            found.never_from > found.fails_at
+        )
+        return replace(blank, values=values, reason=found.binds + beyond)
     if shortest := hidden_from(problem, method, **steps):
         return replace(blank, values={"seq_len": shortest})
     return replace(blank, status="failed", reason="never hidden up to the limit of the search")

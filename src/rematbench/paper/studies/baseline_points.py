@@ -18,7 +18,7 @@ from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.workload import NonNegativeInt
-from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
+from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.stack import (
     EMPTY_STACK,
     StackProblem,
@@ -73,14 +73,12 @@ def trace_points(points: tuple[Point, ...], folder: Path) -> list[Record]:
     its trace ends; an unchanged record keeps the date in the file."""
     found = []
     for point in points:
-        (record,) = run_jobs(point.baseline, [_job(point)])
+        (record,) = run_jobs(
+            point.baseline, [job(point.problem, _method(point), "traced", timeout_s=600.0)]
+        )
         keep_record(record, folder, point.name)
         found.append(record)
     return found
-
-
-def _job(point: Point) -> PackageJob:
-    return job(point.problem, _method(point), "traced", timeout_s=600.0)
 
 
 def _method(point: Point) -> Composition:

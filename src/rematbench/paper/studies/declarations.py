@@ -148,7 +148,7 @@ def _query_problem(query: Query) -> str:
     if query.form != "value" and not (query.to_methods or query.to):
         return f"form {query.form} needs `to` or `to_methods`"
     if query.to and len(query.to) not in (1, len(query.of)):
-        return f"`to` has {len(query.to)} workloads for {len(query.of)}"
+        return f"`to` has {len(query.to)} workloads, but `of` has {len(query.of)}"
     if query.reduce == "only" and (len(query.of) > 1 or query.same_layout):
         return "several workloads or layouts need `reduce`"
     return ""
@@ -163,7 +163,7 @@ class Published(Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """The word before every number: `up to`, or the sign of a bound."""
+        """The text before every number of the claim: `up to`, or the sign of a bound."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
     def part_number(self, part: Part, conditions: str = "") -> float | None:
@@ -252,7 +252,7 @@ def _best(
     layout: str | None,
     metric: str,
 ) -> StudyAnswer | None:
-    """The best fitting answer; where none fits, the best answer that has the metric."""
+    """The best answer whose plan fits; if none fits, the best answer that has the metric."""
     named = [
         a
         for a in answers

@@ -17,10 +17,13 @@ Factory = Callable[[int], Problem]
 class Longest(Struct, frozen=True, kw_only=True):
     """The longest sequence that fits, in tokens (0: none fits), and the peak at that length.
     `fails_at` is the next longer length, which does not fit; `binds` names the memory that is too
-    small at that length."""
+    small at that length.  A length between `fails_at` and `never_from` may still fit, because an
+    allocator wastes less at some lengths and pieces change in number; from `never_from` on, live
+    bytes alone do not fit, by the line through the peaks of the two longest lengths."""
 
     seq_len: int
     fails_at: int
+    never_from: int
     binds: str
     peak_device_bytes: int
     evaluations: int
@@ -35,9 +38,9 @@ def longest_sequence(
 ) -> Longest:
     """Bracket the longest fitting length, then narrow the bracket.
 
-    Fitting must be monotone in the length. Allocated bytes are nearly linear in the length, so the
-    next length is the length at which a line through the computed peaks reaches the device's
-    capacity. Every third length is the middle of the bracket.
+    Allocated bytes are nearly linear in the length, so the next length is the length at which a
+    line through the computed peaks reaches the device's capacity. Every third length is the middle
+    of the bracket. Reserved bytes may fall again beyond the bracket (`never_from`).
 
     A sequence fails if a device or a host is out of memory, or if the method or the layout refuses
     it.
@@ -65,9 +68,11 @@ def longest_sequence(
     *_, (low, high) = brackets(fails, 0, 1, further=further, most=last, between=between)
     refusal = refused.get(high, "the limit of the search")
     best = tried[low].evaluation if low else None
+    live = None if high in refused else _crossing(tried, *sorted({0, 1, *tried})[-2:])
     return Longest(
         seq_len=low * granularity,
         fails_at=high * granularity,
+        never_from=max(high, 1 + (live or 0)) * granularity,
         binds=tried[high].reason if high in tried else refusal,
         peak_device_bytes=max(best.peak_device_bytes) if best else 0,
         evaluations=len(tried),
@@ -75,7 +80,7 @@ def longest_sequence(
 
 
 def _further(tried: dict[int, Result], units: int, last: int) -> int:
-    """The next length to try above a length that fits: twice as far, or further. Further: just
+    """The next length to try above a length that fits: twice this length, or, if longer, just
     beyond the length at which the peaks of the last two lengths meet the device. The limit of the
     search is tried once before any length beyond it."""
     before = max((known for known in tried if known < units), default=0)

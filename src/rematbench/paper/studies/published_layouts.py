@@ -91,7 +91,8 @@ def _rank(
     question: SearchRequest, problem: Problem, step_s: float, processes: int
 ) -> dict[str, Any]:
     """The rank of the published layout among all layouts: 1 + the number of other layouts that have
-    a plan faster than the published plan.  "at least": the count ended before all were judged."""
+    a plan faster than the published plan. "at least": the count ended before every layout was
+    judged."""
     count = replace(question, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, shown=1, processes=processes, most_rounds=3 * MINUTE)
     others = {place_of(one) for one in end.results if one.problem.layout != problem.layout}

@@ -1,7 +1,7 @@
-"""A study file: workloads, their candidate layouts, and questions to put to methods on them.
+"""A study file: workloads with candidate layouts, and the questions that methods answer on them.
 
-A suite runs every method at one layout.  A study asks for claims beyond step times (the longest
-sequence, the bytes of one operator, the waste of an allocator).  It gives every method of a
+A suite runs every method at one layout. A study makes the numbers of claims beyond step times (the
+longest sequence, the bytes of one operator, the waste of an allocator). It gives every method of a
 question the same candidate layouts, so that best layouts are compared with best layouts.
 """
 
@@ -30,7 +30,7 @@ Ask = Literal[
 
 
 class OpenDegrees(Degrees, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees whose global batch may instead be given by the layouts of a workload."""
+    """The degrees of a workload; its layouts may set the global batch in place of these."""
 
     global_batch: PositiveInt = 1
 
@@ -66,7 +66,7 @@ class Contender(Variant, frozen=True, kw_only=True):
 
 
 class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A question to put to methods on workloads (on all workloads of the study if none is named).
+    """A question that methods answer on workloads (on all workloads of the study if none is named).
     `granularity` (tokens) is the step of a search for a sequence length, `limit` the longest length
     that the search tries."""
 

@@ -104,7 +104,6 @@ def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _agrees(text: str) -> bool | None:
-    """Whether a line's verdict is agreement; None where the line is not comparable."""
     return None if text.startswith("not comparable") else text in (WITHIN, MET)
 
 
@@ -117,7 +116,7 @@ def _short(value: Any) -> str:
 
 
 def _as_printed(text: str) -> str:
-    """A published number as its source prints it; without an exponent."""
+    """A published number as its source prints it, but without an exponent."""
     word, _, value = text.rpartition(" ")
     return f"{word} {_short(value)}".strip() if "e+" in value else text
 
@@ -167,6 +166,11 @@ def _part_line(
         where = f"{part.beside!r}" if part.beside else f"number {part.number}"
         return {**line, "verdict": f"not comparable: {value.text!r} has no {where}"}
     bound = "" if part.beside else value.bound
+    counted = f"{ours.counted} of {ours.total} cells count" if ours.total > 1 else ""
+    layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
+    layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
+    beside = _not_scored(claim) if part is claim.parts[0] else ""
+    words = (claim.remark, part.remark, beside, counted, layout, claim.because)
     return line | {
         "published": f"{'' if part.beside else value.prefix} {published_value:.7g}".strip(),
         "ours": ours.value,
@@ -177,7 +181,7 @@ def _part_line(
         "declared": part.declared or tolerance.declared,
         "verdict": verdict(ours, published_value, bound, tolerance.value),
         "command": _command(part, ours),
-        "remark": _remark(part, claim, ours),
+        "remark": "; ".join(" ".join(text.split()) for text in words if text),
     }
 
 
@@ -197,15 +201,6 @@ def verdict(ours: Ours, published_value: float, bound: str, tolerance: float) ->
     if published_value == 0:
         return WITHIN if ours.value == 0 else OUTSIDE
     return WITHIN if abs(ours.value / published_value - 1) <= tolerance else OUTSIDE
-
-
-def _remark(part: Part, claim: Claim, ours: Ours) -> str:
-    counted = f"{ours.counted} of {ours.total} cells count" if ours.total > 1 else ""
-    layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
-    layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
-    beside = _not_scored(claim) if part is claim.parts[0] else ""
-    words = (claim.remark, part.remark, beside, counted, layout, claim.because)
-    return "; ".join(" ".join(text.split()) for text in words if text)
 
 
 def _not_scored(claim: Claim) -> str:

@@ -43,9 +43,9 @@ def right_orders(rows: Iterable[Row]) -> Iterator[bool]:
 
 
 def fp8_table(rows: Iterable[Row], orders: list[bool]) -> Table:
-    """One line per model, GPU, stack and recipe: the mean ratio of its speed to that of the bf16
-    twin, published and ours, the mean error of the quantised speed, and, if both rows print a peak,
-    the mean ratio of their bytes."""
+    """One line per model, GPU, stack and recipe: the mean ratio of its speed to the speed of the
+    bf16 twin, as published and as predicted; the mean error of the quantised speed; and, if both
+    rows print a peak, the mean ratio of their bytes."""
     timed = [row for row in rows if row[SPEED] and row[f"pred_{SPEED}"]]
     twins = {tuple(row[k] for k in JOB): row for row in timed if row["precision"] == "bf16"}
     found: dict[tuple[str, ...], list[tuple[float | None, ...]]] = {}

@@ -28,7 +28,7 @@ def build(runs: list[Path]) -> list[Table]:
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:
-    """Every claim of the runs, whether it holds, and its numbers.  If several runs have a claim,
+    """Every claim of the runs, whether it holds, and its numbers. If several runs check a claim,
     the last run with a verdict counts; the runs of packages are collected from all runs."""
     words = {True: "yes", False: "NO", None: "not known"}
     said: dict[str, tuple[str, Finding]] = {}

@@ -30,8 +30,8 @@ TABLES = ("gpu_layers", "gpu_ratios")
 BYTES_BAR = 0.005
 """The mean absolute error of allocated bytes that we expected before any measurement."""
 KEEP_BAR = (1.15, 1.26)
-"""The speed over full recomputation that we expected, before any measurement, of methods that keep
-attention at 32K to 128K tokens."""
+"""The range of speeds, relative to full recomputation, that we expected before any measurement from
+methods that keep attention at 32K to 128K tokens."""
 KEEPS = "keep attention"
 
 
@@ -67,7 +67,11 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         problem, last = problem_of(name), found[name][-1]
         row: dict[str, Any] = {"cell": name, "problem": problem, "method": label}
         row["run"] = folder.name
-        row |= {"status": _status(last), "reason": last.reason}
+        short = last.reason.replace("device memory of pipeline rank 0: ", "")
+        row |= {
+            "status": f"refused: {short}" if last.status == "refused" else last.status,
+            "reason": last.reason,
+        }
         row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
         row |= measured_and_predicted(line, found[name])
         reference = f"{problem}.{suite.references[problem]}"
@@ -80,12 +84,6 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         row |= {"against": labels[reference], "predicted_first": first}
         rows.append(row)
     return rows
-
-
-def _status(turn: Turn) -> str:
-    """The status; of a refused cell also the reason, without the name of the only rank."""
-    short = turn.reason.replace("device memory of pipeline rank 0: ", "")
-    return f"refused: {short}" if turn.status == "refused" else turn.status
 
 
 def _ratios(

@@ -24,8 +24,8 @@ INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_advice", "gpu_searched")
 
 LOSS_BAR = 0.02
-"""How much longer a step of the search's first plan takes than one of the fastest measured plan, on
-average over jobs and device memories, as we expected before any measurement."""
+"""The share by which we expected, before any measurement, a step of the search's first plan to be
+longer than one of the fastest measured plan, on average over jobs and device memories."""
 
 Row = dict[str, Any]
 
@@ -108,24 +108,19 @@ def advice_table(rows: Sequence[Row]) -> Table:
     """The table of speed lost by following the search, by job and device memory."""
     most = max((row["lost"] for row in rows), default=0.0)
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
+    by_device = grouped((row["device"], row["lost"]) for row in rows)
+    words = [f"{device} {_mean(lost)}" for device, lost in by_device.items()]
+    each = f" ({', '.join(words)})" if len(words) > 1 else ""
     return table_of(
         "gpu_advice",
         rows,
         devices=devices_of(rows),
         caveats=caveats(rows),
-        mean_lost=_mean_lost(rows),
+        mean_lost=_mean([row["lost"] for row in rows]) + each,
         most=100 * most,
         bar=100 * LOSS_BAR,
         out=", ".join(out) or "none of the first plans",
     )
-
-
-def _mean_lost(rows: Sequence[Row]) -> str:
-    """The mean loss and the number of rows, and the same of each device if there are several."""
-    by_device = grouped((row["device"], row["lost"]) for row in rows)
-    words = [f"{device} {_mean(lost)}" for device, lost in by_device.items()]
-    each = f" ({', '.join(words)})" if len(words) > 1 else ""
-    return _mean([row["lost"] for row in rows]) + each
 
 
 def _mean(lost: Sequence[float]) -> str:
@@ -133,7 +128,7 @@ def _mean(lost: Sequence[float]) -> str:
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], list[Row]]]:
-    """Yield (job, memory) and its adjacent rows."""
+    """Yield each (job, memory) with its rows, which must be adjacent."""
     for key, same in groupby(rows, key=lambda row: (row["job"], row["memory_gib"])):
         yield key, list(same)
 

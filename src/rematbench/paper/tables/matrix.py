@@ -21,7 +21,7 @@ NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 
 
 def build(suite: Path, results: list[Path]) -> list[Table]:
-    """All tables, with bands, unpublished properties, and ties."""
+    """All tables of the matrix, from rows with bands, unpublished properties, and ties."""
     spec = load_matrix(suite)
     rows = [row for path in results for row in read_sheet(path, ["arm"])]
     return matrix_tables(judged(rows, spec), spec)

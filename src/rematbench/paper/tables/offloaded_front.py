@@ -29,7 +29,7 @@ STEPS = 10
 
 
 def build(sheet: Path) -> Table:
-    """The table of the two models on both nodes."""
+    """The published rows of MODELS on NODES, followed by optimizer_offload on the same jobs."""
     del sheet  # hosted_cases() reads the file
     rows = [
         (row, case)

@@ -15,7 +15,7 @@ PHASES = ("update", "forward", "backward", "step")
 
 
 def build(predictions: Path) -> Table:
-    """The table of the named nodes of offloaded_states.csv."""
+    """The table of the rows of offloaded_states.csv with predicted seconds of the update."""
     return updates_table([row for row in read_predicted(predictions) if row["pred_update_s"]])
 
 

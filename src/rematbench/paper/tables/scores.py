@@ -236,8 +236,8 @@ def decision_table(judged: Sequence[Decision]) -> Table:
 
 
 def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
-    """Errors by the job property that no other source published.  A row counts in the line ALL, and
-    in the lines of its properties outside, or in NOTHING if it has none."""
+    """Errors by the job property that no other source published. A row counts in the line ALL and
+    in the line of each such property; without any, it counts in NOTHING."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
     bands = {

@@ -90,13 +90,9 @@ def _line(record: Record) -> dict[str, Any]:
         line[f"{world}_error"] = top.peak_error
     if world == "executed":
         line |= _ran(found)
-    return line | _counts(found)
-
-
-def _counts(measured: Measured) -> dict[str, Any]:
     keys = ("actions", "offload_bytes", "recompute_flop")
-    sums = {key: sum(getattr(rank, key) for rank in measured.ranks) for key in keys}
-    return {"differing": measured.differing_actions, **sums}
+    sums = {key: sum(getattr(rank, key) for rank in found.ranks) for key in keys}
+    return line | {"differing": found.differing_actions, **sums}
 
 
 def _ran(measured: Measured) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A plan as the options of a baseline: the policy with an equal plan, or the nearest policy and the
-differences.
+"""The options with which a baseline runs a plan: those of the policy whose plan is equal, or those
+of the nearest policy together with the differences of its plan.
 
 Two plans are equal if every saved tensor of every chunk has the same fate in bytes in every phase,
 and if order, partition, states, mini-sequences and kind of transfers are the same.
@@ -32,11 +32,11 @@ KINDS = ("partition", "schedule", "orders", "slices", "states", "mini_sequences"
 
 
 class FlagsAnswer(Struct, frozen=True, kw_only=True):
-    """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
-    policy, and the `plan` of that policy.  `missing` names the differences of the policy's plan,
-    and the features of the problem that the baseline cannot express; empty if the plans are
-    equal.  `assumed`: facts of the stack that no option gives.  `not_run`: why this baseline does
-    not run the job, although the job has options.  `remarks`: what the options leave out."""
+    """A baseline's options for a wanted plan: `settings` and `flags` of the policy whose plan is
+    equal or nearest, and that `plan`. `missing` lists where this plan differs and which features of
+    the problem the baseline cannot express; empty if the plans are equal. `assumed`: facts of the
+    stack that no option gives. `not_run`: why this baseline does not run the job, although the job
+    has options. `remarks`: what the options leave out."""
 
     baseline: str
     settings: dict[str, Any] = {}
@@ -76,10 +76,10 @@ def costs(problem: Problem, plan: Plan, alternative: Plan) -> Costs | None:
 
 
 def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False) -> FlagsAnswer:
-    """The answer for a baseline's policy with a plan equal to `plan`.  Without an equal plan, it is
-    the answer for the nearest policy, whose plan has the fewest bytes with a different fate.
-    `missing` also names the features of the problem that no policy of the baseline can express.
-    `whole`: with the arguments of the model."""
+    """The options of a baseline for `plan`: those of the policy with an equal plan, otherwise those
+    of the nearest policy, whose plan gives the fewest bytes a different fate. `missing` also names
+    the features of the problem that no policy of the baseline can express. `whole`: the options
+    include the arguments of the model."""
     wanted = fates(problem, plan)
     cls = baselines()[baseline].cls
     reasons: tuple[str, ...] = cls.inexpressible(problem)
@@ -113,8 +113,8 @@ def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False
 
 
 def assumed_facts(problem: Problem, plan: Plan, known: Container[str]) -> tuple[str, ...]:
-    """The facts of the stack, with their values, that change a plan's bytes or seconds and are not
-    in `known`."""
+    """The facts of the stack, with values, that change a plan's bytes or seconds and are not
+    `known`."""
     others = (*NO_FACTS, *Accepts.__struct_fields__)
     facts = [fact for fact in FACTS if fact not in others and fact not in known]
     values = flat(problem.system)
@@ -158,16 +158,16 @@ def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
 
 
 def _plain(fate: Resolved) -> Resolved:
-    """The fate; if no byte is rebuilt, without `scope`, `whole` and `window`, which then have no
-    meaning."""
+    """The fate; if no byte is rebuilt, without `scope`, `whole` and `window`, which mean nothing
+    then."""
     if fate.recompute_bytes:
         return fate
-    return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
+    return Resolved(fate.keep_bytes, fate.offload_bytes, 0, peer_bytes=fate.peer_bytes)
 
 
 class Offers:
-    """The plans of a package's policies, each with the fates of its first chunk.  A plan is made
-    when an iteration first reaches it, and kept for the next iteration."""
+    """The plans of a package's policies, each with the fates of its first chunk. A plan is made
+    when it is first iterated over, and kept for later iterations."""
 
     def __init__(self, problem: Problem, name: str) -> None:
         plans = (plan for _, plan in candidate_plans(problem, name))
@@ -182,16 +182,15 @@ class Offers:
 
 
 def unsaid(entry: MethodEntry, problem: Problem) -> tuple[str, ...]:
-    """The facts of a problem that a package has no options for. With an optimizer in host memory
-    they include the facts that have options but are not run here."""
+    """The facts of a problem that a package has no options for. If the optimizer is in host memory,
+    facts that have options but are not run here are included."""
     reasons: tuple[str, ...] = entry.cls.inexpressible(problem)
     return reasons if problem.system.host.optimizer_on_host else without_options(reasons)
 
 
 class Engines:
     """The engines that can run plans of one problem: packages with options for an equal plan, and
-    `ours`, the torch executor.  `only`: the name of the only engine to check (empty: all
-    engines)."""
+    `ours`, the torch executor. `only`: the engine to check (empty: all)."""
 
     def __init__(self, problem: Problem, only: str = "") -> None:
         self.problem, self.only = problem, only
@@ -237,11 +236,11 @@ class Engines:
 
 
 def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
-    """Bytes of a site that have a different fate in the other plan; 1 if only `scope`, `whole` or
-    `window` of a recomputation differs."""
+    """Bytes of a site that have a different fate in the other plan; 1 if the bytes agree and only
+    `scope`, `whole` or `window` of a recomputation differs."""
     if counterpart is None:
         return fate.nbytes
-    parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
+    parts = ("keep_bytes", "offload_bytes", "recompute_bytes", "peer_bytes")
     moved = sum(abs(getattr(fate, part) - getattr(counterpart, part)) for part in parts) // 2
     return moved or int(fate != counterpart)
 
@@ -251,8 +250,7 @@ def offloads_any(table: Table) -> bool:
 
 
 def _sites(wanted: Table, offered: Table) -> list[str]:
-    """A line for each activation whose fates differ at some site, with the fates of one such
-    site."""
+    """A line for each activation whose fates differ at some site, with the first such fates."""
     lines: dict[str, str] = {}
     for site, fate in wanted.items():
         other = offered.get(site)
@@ -266,6 +264,7 @@ def _words(fate: Resolved) -> str:
         "kept": fate.keep_bytes,
         "offloaded": fate.offload_bytes,
         "recomputed": fate.recompute_bytes,
+        "on other ranks": fate.peer_bytes,
     }
     alive = {name: nbytes for name, nbytes in parts.items() if nbytes}
     if len(alive) > 1:
@@ -280,9 +279,9 @@ def _words(fate: Resolved) -> str:
 def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
     """A line for each difference of two plans other than fates. `moved`: whether bytes are
     offloaded, so that transfers count."""
-    lines = [f"its own {kind}" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)]
+    lines = [f"the {kind}" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)]
     if moved and plan.transfers != candidate.transfers:
-        lines.append(f"copies per {plan.transfers.granularity}, at the times that the method sets")
+        lines.append(f"copies per {plan.transfers.granularity}, at times that the method sets")
     if any(rule.select.micro_batches is not None for rule in plan.rules):
         lines.append("a treatment of activations that changes between micro-batches")
     return lines

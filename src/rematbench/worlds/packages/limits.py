@@ -1,4 +1,4 @@
-"""The reasons why a baseline does not run a job; its plan, its guards and its flags share them."""
+"""The reasons why a baseline does not run a job, used by the baseline's plan, guards and flags."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,8 +14,8 @@ Reason = tuple[bool, str]
 
 QUANTISED = "quantised linears"
 NOT_RUN = "not run here)"
-"""The end of a reason against a job that the package has options for, but that this baseline does
-not run."""
+"""The end of a reason that names a feature for which the package has options but which this
+baseline does not run."""
 
 
 class Setup(NamedTuple):
@@ -28,8 +28,8 @@ class Setup(NamedTuple):
 
     @property
     def special_features(self) -> tuple[str, ...]:
-        """The features, in words, that no baseline runs unless it names them: those of the model,
-        weights that do not train, quantised linears, and another optimizer than Adam."""
+        """The features, in words, that a baseline runs only if it names them: those of the model,
+        weights that do not train, quantised linears, and an optimizer other than Adam."""
         kind = self.optimizer_kind
         others = {
             "weights that do not train": not self.work.trains_all,
@@ -56,6 +56,5 @@ def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
 
 
 def without_options(reasons: Iterable[str]) -> tuple[str, ...]:
-    """The reasons against jobs that a baseline has no options for; reasons that end with NOT_RUN
-    are left out."""
+    """The reasons for which the package has no options: those that do not end with NOT_RUN."""
     return tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))

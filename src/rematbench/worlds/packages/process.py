@@ -104,8 +104,7 @@ def policy(name: str, settings: Mapping[str, Value] | None = None) -> Compositio
 
 
 def package_system(name: str, default: str) -> str:
-    """The stack of a baseline's package if the baseline names one (`system`), otherwise
-    `default`."""
+    """The stack that a baseline's class names (`system`), otherwise `default`."""
     entry = baselines().get(name)
     return getattr(entry.cls, "system", default) if entry else default
 
@@ -116,8 +115,7 @@ def job(
     world: Literal["executed", "traced"] = "executed",
     **options: Any,
 ) -> PackageJob:
-    """The job of a problem under a policy; BaselineError for a stack that no available baseline
-    runs."""
+    """The job of a problem under a policy; BaselineError for a stack with CUDA graphs."""
     if problem.system.kernels.captures:
         raise BaselineError(
             f"system {problem.system.name} uses CUDA graphs, but baselines run without them"
@@ -127,9 +125,9 @@ def job(
 
 
 def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) -> list[Record]:
-    """The records of jobs that the baseline's own process runs, one per job.
+    """Run jobs in the baseline's own process and return their records, one per job.
 
-    `folder` keeps the records (`<number>.json`) and, if a job requests them, the gradients.
+    `folder` keeps the records (`<number>.json`) and the gradients that a job requests.
     BaselineError if the process wrote no record for a job or did not end in time.
     """
     with scratch() as own:
@@ -146,9 +144,9 @@ def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) 
 
 
 def run_rank(name: str, job: PackageJob) -> Record | None:
-    """Run a job as a rank; a launcher started this process.  Return the record on rank 0, and None
-    on other ranks if the job ended well or was refused.  A failed rank returns the record of its
-    failure."""
+    """Run a job as one rank, in a process that a launcher started. Return the record on rank 0, and
+    None on other ranks if the job ended well or was refused. A failed rank returns the record of
+    its failure."""
     with scratch() as place:
         try:
             done = _run(name, [job], place)
@@ -178,7 +176,7 @@ def _failed(job: PackageJob, status: Status, reason: str) -> Record:
 
 
 def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
-    """Run the baseline's process on jobs; its records are in `place`.  ProcessTimeout at the
+    """Run the baseline's process, which writes its records in `place`. ProcessTimeout at the
     limit."""
     if not (data_dir("baselines") / name / "run.py").is_file():
         raise BaselineError(f"baselines/{name} has no run.py, which its process runs")
@@ -200,8 +198,8 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:
-    """Print the end of a process's standard error if one of its records is a failure that does not
-    come from another rank, because the record has only one line of the error."""
+    """Print the end of a process's standard error, because a record has only one line of an error.
+    Nothing is printed if no record failed, or if failures only report another rank's end."""
     failures = [error_of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])

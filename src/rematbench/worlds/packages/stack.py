@@ -1,9 +1,9 @@
 """Tensors that a baseline's stack keeps beyond the operator table, sized from shapes.
 
-A prediction describes the problem's system (the authors' fused kernels).  A trace describes the
-package as installed on this machine.  If the two keep different tensors, the baseline's stack.py
-names these tensors, and the same plan is sized with them.  Any remaining difference is an error of
-the prediction or of the trace.
+A prediction describes the problem's system (the authors' fused kernels). A trace describes the
+package as installed on this machine. If the package keeps other tensors than the system, the
+baseline's stack.py names them, and the same plan is sized with them. Any remaining difference is an
+error of the prediction or of the trace.
 """
 
 from collections.abc import Iterator
@@ -143,14 +143,13 @@ class StackProblem(Problem):
 
 @cache
 def _module(baseline: str) -> ModuleType | None:
-    """The `stack.py` in the folder of a baseline's `plan.py`."""
     path = Path(baselines()[baseline].origin).with_name("stack.py")
     return load_baseline(path) if path.exists() else None
 
 
 def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
-    """The stack that the baseline's `stack.py` gives for a policy on a problem; None without
-    `stack.py`."""
+    """The stack of a policy on a problem, from the baseline's `stack.py`; None without this
+    file."""
     module = _module(baseline)
     return cast(Stack, module.stack(policy, problem)) if module else None
 
@@ -165,10 +164,10 @@ def package_problem(method: Composition, problem: Problem) -> Problem:
 
 
 def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
-    """The evaluation of a packaged problem.  For the allocator's replay, bytes that the package
-    holds beyond the plan's ledger are resident (in `pools`).  If the package holds fewer bytes than
-    the ledger, it makes gradients in the backward that the plan counts as a state; these bytes are
-    subtracted from the resident gradients."""
+    """The evaluation of a problem with a package's tensors. For the allocator's replay, bytes that
+    the package holds beyond the plan's ledger are resident (in `pools`). If the package holds fewer
+    bytes than the ledger, it makes gradients in the backward that the plan counts as a state; these
+    bytes are subtracted from the resident gradients."""
     assert isinstance(problem, StackProblem)
     program = lower(plan, problem)
     planned = program_bytes(problem, plan, program)
@@ -215,8 +214,8 @@ def _dtype(name: str, precision: str) -> str:
 
 
 def layer_tensors(problem: Problem, stack: Stack) -> Iterator[LayerTensor]:
-    """The tensors that one layer saves for one micro-batch, in the operator table and in the stack.
-    The extra tensors that live only inside a forward or backward follow."""
+    """The tensors that one layer saves for one micro-batch, with their bytes in the operator table
+    and in the stack; then the extra tensors that live only inside a forward or a backward."""
     plain, here = problem.layer(0), stack.problem(problem).layer(0)
     extras = {extra.name: extra for extra in stack.extras if extra.part == "layer"}
     for name in dict.fromkeys((*plain.saved, *here.saved)):

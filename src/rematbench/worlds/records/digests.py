@@ -1,8 +1,7 @@
 """Digests of the code that can change a result: modules found through imports, hashed together.
 
-A cell stays finished while the code behind it is unchanged.  A digest must cover every file that
-the cell may load.  It should cover no other file, so that a change of a table does not cost
-GPU-hours.
+A cell stays finished while the code behind it is unchanged. A digest must cover every file that the
+cell may load. It should cover no other file, so that a change of a table does not cost GPU-hours.
 """
 
 import ast
@@ -18,7 +17,7 @@ BASELINES = data_dir("baselines")
 SIMULATED = ("rematbench.evaluate.result", "rematbench.worlds.records.record")
 
 LOADS_BY_NAME = "rematbench.worlds.packages.process"
-"""The module that loads plans and stacks of baselines by path: no import statement names them."""
+"""The module that loads plan.py and stack.py of baselines by path, without an import statement."""
 
 
 def executed_roots() -> tuple[str, ...]:
@@ -51,8 +50,7 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
 
 @cache
 def _file(name: str) -> Path | None:
-    """The file of a module of rematbench or of baselines, None for any other module; cached like
-    `_imports`."""
+    """The file of a module of rematbench or of baselines; None for any other module."""
     parts = name.split(".")
     roots = {PACKAGE.name: PACKAGE, "baselines": BASELINES}
     if parts[0] not in roots:
@@ -83,8 +81,8 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 def module_digest(module: str, methods: Iterable[Path] = ()) -> str:
     """The digest of a module's code and of the modules that the files of `methods` import. The
-    method files themselves are not covered, because they are inputs of the caller. ValueError for
-    an unknown module."""
+    method files themselves are left out, because the caller has them among its inputs. ValueError
+    for an unknown module."""
     if _file(module) is None:
         raise ValueError(f"no module {module!r}")
     roots = {module, *(name for path in methods for name in _imports(path))}

@@ -1,6 +1,5 @@
-"""The numbers of a traced or executed run, of rematbench's executor or of a package: losses,
-gradient norms, bytes and seconds per rank, and the speed of its steps.  They are part of a Record;
-tensors are not.
+"""The numbers that a traced or executed run measures: losses, gradient norms, bytes and seconds per
+rank, and the speed of the steps. They are part of a Record, which contains no tensors.
 
 Records hold no CPU seconds, because CPU seconds do not measure performance.
 """
@@ -20,7 +19,7 @@ TIMED_STEPS = 3
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 """Norm-wise relative errors that rounding alone may cause (docs/executed.md, the gradient law)."""
 OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
-"""Bytes that torch's allocators report for a rank, on the device and pinned on the host."""
+"""Bytes of torch's allocators for a rank: on the device, and pinned on the host."""
 
 
 class Engine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,15 +41,15 @@ class RankMeasured(
     """The numbers of one process: its rank in the job, its pipeline rank, its bytes and seconds.
 
     `activation_peak_bytes`: the peak of live storages that are not states, also inside operators;
-    `state_bytes`: parameters, gradients, optimizer states.  On GPUs only: `step_s` of the timed
+    `state_bytes`: parameters, gradients, optimizer states. On GPUs only: `step_s` of the timed
     steps, the allocator's `allocated_bytes` and `reserved_bytes`, and `pinned_bytes` (host memory
     that torch holds pinned, which may exceed the requested memory).
 
-    For rematbench's executor only, because a package has no actions: activation bytes at action
-    boundaries, measured and from the issue-order ledger (`differing_actions` of `actions` disagree;
-    the twin law allows none), and the simulated peak of the same saved tensors with the states
-    and kernels of the torch runtime, whatever the problem's stack.  `offload_bytes` and
-    `recompute_flop` are for one step.
+    Only rematbench's executor fills the other fields, because a package has no actions: activation
+    bytes at action boundaries, measured and from the issue-order ledger (they differ after
+    `differing_actions` of `actions`; 0 is right), and the simulated peak of the same saved tensors
+    with the states and kernels of the torch runtime, whatever the problem's stack. `offload_bytes`
+    and `recompute_flop` are for one step.
     """
 
     rank: int
@@ -85,7 +84,7 @@ class RankMeasured(
 
     @property
     def peak_error(self) -> float:
-        """(measured - simulated) / simulated peak device bytes, states included."""
+        """(measured - simulated) / simulated peak device bytes, both with states."""
         return self.peak_bytes / self.simulated_peak_bytes - 1.0
 
 
@@ -105,11 +104,11 @@ def whole_norms(norms: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 
 
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The comparison with another method on the same problem and batches.  Lossless means: bitwise
-    equal, or the losses and every parameter's gradient (norm-wise) differ by at most `bound` over
-    all steps.  In bf16 and fp32 (`first_only`) only the first step's gradients count: AdamW turns
-    the rounding of a small gradient into a change of its weight, so later gradients belong to
-    different weights (they are still reported)."""
+    """The comparison of a run with another method on the same problem and batches. Lossless means:
+    bitwise equal, or the losses and every parameter's gradient (norm-wise) differ by at most
+    `bound` over all steps. In bf16 and fp32 (`first_only`) only the first step's gradients count:
+    AdamW turns the rounding of a small gradient into a change of its weight, so later gradients
+    belong to different weights (they are still reported)."""
 
     against: str
     bitwise: bool
@@ -148,12 +147,12 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The numbers of a run, of any engine.  For each observed step: the loss and the norm of the
-    whole gradient, and in `parameter_norms` the norm of each parameter's gradient before the update
-    (empty if not requested).  For each rank: its bytes; a traced run has the one rank that was
-    traced, a training run has none.  On GPUs, the timed steps follow `warmup_steps` steps, which
-    include the observed steps; timed steps are not observed.  `linear_updates`: the steps' updates
-    were linear in the gradients (`execute` and baselines: AdamW's)."""
+    """The numbers of a run. For each observed step: the loss and the norm of the whole gradient,
+    and in `parameter_norms` the norm of each parameter's gradient before the update (empty if not
+    requested). For each rank: its bytes; a traced run has only the traced rank, a training run has
+    no ranks. On GPUs, the timed steps follow `warmup_steps` steps, which include the observed
+    steps; timed steps are not observed. `linear_updates`: the updates were linear in the gradients
+    (`execute` and baselines use AdamW's)."""
 
     losses: tuple[float, ...] = ()
     gradient_norms: tuple[float, ...] = ()
@@ -183,9 +182,9 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     def first_errors(self, reference: "Measured") -> tuple[float, float]:
-        """The differences of the first loss and of the first gradient norm from another run's, as
-        fractions of the other run's values.  Later steps are left out, because AdamW turns the
-        rounding of a small gradient into a change of its weight."""
+        """The relative differences of the first loss and of the first gradient norm from those of
+        `reference`. Later steps are left out, because AdamW turns the rounding of a small gradient
+        into a change of its weight."""
         pairs = ((self.losses, reference.losses), (self.gradient_norms, reference.gradient_norms))
         loss, norm = (relative(abs(own[0] - its[0]), abs(its[0])) for own, its in pairs)
         return loss, norm
@@ -208,8 +207,8 @@ class MeasuredSpeed(Struct, frozen=True, kw_only=True):
 
 
 def measured_speed(problem: Problem, step_s: Sequence[float], device: str) -> MeasuredSpeed:
-    """The speed of a run with these timed steps (seconds of the slowest rank in each; at least one
-    step) on `device`, as torch names the GPU."""
+    """The speed of a run on `device` (torch's name of the GPU) from the seconds of the slowest rank
+    in each timed step; at least one step."""
     median = statistics.median(step_s)
     found, cluster = speed(problem, median), problem.cluster
     known = has_peak_of(cluster, device)

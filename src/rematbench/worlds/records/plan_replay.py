@@ -23,7 +23,8 @@ from rematbench.worlds.records.record import Record, RecordError, RunSpec, read_
 
 
 class Replay(Struct, frozen=True, kw_only=True):
-    """A run evaluated from its record; `evaluation` has intervals only with a timeline."""
+    """A plan evaluated again from its record; `evaluation` has the intervals of actions only if a
+    timeline was requested."""
 
     title: str
     problem: Problem
@@ -33,9 +34,9 @@ class Replay(Struct, frozen=True, kw_only=True):
 
 
 def replay(path: Path, *, cluster: str = "", system: str = "", timeline: bool = False) -> Replay:
-    """Evaluate the plan of a record's file; RecordError if the record has no plan or its inputs
-    have changed.  `cluster` and `system` are the files of a cluster and a stack that config/ does
-    not have; without them, NAME.yaml beside the record is read."""
+    """Evaluate the plan of a record file; RecordError if the record has no plan or its inputs have
+    changed. `cluster` and `system` are files for a cluster and a stack that config/ does not have;
+    if they are not given, NAME.yaml in the record's folder is read."""
     record = read_record(path)
     own: dict[Kind, str] = {"cluster": record.spec.cluster, "system": record.spec.system}
     found = {"cluster": cluster, "system": system}
@@ -87,8 +88,8 @@ def recorded_problem(record: Record, cluster: str = "", system: str = "") -> Pro
 
 
 def spec_problem(spec: RunSpec, cluster: str | Cluster = "", system: str | System = "") -> Problem:
-    """The problem of a spec, made from the present config/. `cluster` and `system`, names or files,
-    replace those of the spec."""
+    """The problem of a spec, made from the present config/. `cluster` and `system` (names, files or
+    values) replace those of the spec."""
     work = {name: getattr(spec, name) for name in facts(Workload)}
     there = {"cluster": cluster or spec.cluster, "system": system or spec.system}
     return make_problem(Job.at(spec.layout, **work, **there, **flat(spec.stack)))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import FieldInfo, asdict, fields, replace
+from msgspec.structs import FieldInfo, asdict, astuple, fields, replace
 
 import rematbench
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
@@ -35,8 +35,7 @@ from rematbench.worlds.records.measured import Engine, Measured
 
 World = Literal["published", "simulated", "traced", "executed"]
 FORMAT: Literal[2] = 2
-"""The format of a record's JSON. Format 1 had no format number, and kept the numbers of packages in
-separate fields."""
+"""The format of a record's JSON. Format 1 had no such number, and other fields for packages."""
 HASH_DIGITS = 16
 OF_A_STEP = (
     *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
@@ -63,7 +62,8 @@ class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One method with its parameters on the workload, layout and stack of one problem.
+    """The request of a run: one method with its parameters, and the workload, layout and stack of
+    one problem.
 
     Cluster, system and calibration are given by name and by the hash of their content, so that a
     changed constant makes another run.
@@ -89,8 +89,7 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and when a record was made, and by which code and constants. Traced and executed
     records also name torch, the device and the number of ranks on each host. `text` is always
-    empty; committed records of format 2 have the field, which once held the hash of a training
-    text."""
+    empty; committed records of format 2 have the field, for the hash of a training text."""
 
     rematbench: str
     python: str
@@ -122,8 +121,8 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a run.  Out of memory and unsupported are results too, so no record is missing.
-    Without an `engine`, the simulator or rematbench's executor made the run."""
+    """The result of a run. Runs that are out of memory or unsupported have a record too. Without an
+    `engine`, the simulator or rematbench's executor made the run."""
 
     run_id: str
     spec: RunSpec
@@ -154,8 +153,8 @@ def content_hash(value: object) -> str:
 
 
 def same_content(value: Struct, stored: str) -> bool:
-    """Whether a stored hash is the hash of the value: its `content_hash`, or the hash of all its
-    fields, as older records have it (they did not leave out defaults)."""
+    """Whether `stored` is a hash of the value: its `content_hash`, or the hash with default fields
+    included, which older records have."""
     return stored in (content_hash(value), _hash(flat(value)))
 
 
@@ -179,14 +178,13 @@ def without_defaults(value: object) -> object:
 
 
 BASE = "base"
-"""The parameter of a stored spec that holds the start and the stack choices other than the
-attention kernel."""
+"""The parameter group in a stored spec for the start and the stack choices but attention."""
 
 
 def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:
     """Convert the JSON of a spec's fields to its JSON in records: the attention kernel stands
-    beside the other facts, further stack choices form the parameter group BASE, and the precision
-    is written even at its default."""
+    beside the other facts, the start and the other stack choices form the parameter group BASE, and
+    the precision is written even at its default."""
     chosen = msgspec.to_builtins(without_defaults(spec.start))
     chosen |= msgspec.to_builtins(without_defaults(spec.stack))
     chosen.pop("attention", None)
@@ -219,20 +217,22 @@ def _given(values: Mapping[str, Any], known: Iterable[FieldInfo]) -> dict[str, A
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
     """The hash of the resolved plan: the fate of every site in bytes, partition, order, states and
-    transfers.  Plans that differ only in the wording of rules have equal hashes.  So do plans that
-    differ only in addresses, because no executor of rematbench sets addresses."""
+    transfers. Plans whose rules are worded differently but decide the same have equal hashes.
+    Addresses do not count, because no executor of rematbench sets addresses."""
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk in range(len(chunks)):
             sites = ChunkOps.of_plan(problem, plan, rank, chunk).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
-                table.append([[*site, fate] for site, fate in fates.items()])
+                given = ((site, astuple(fate)) for site, fate in fates.items())
+                # Records that are older than the last field keep their hashes.
+                table.append([[*site, fate if fate[-1] else fate[:-1]] for site, fate in given])
     windows = [r for r in plan.rules if (r.select.micro_batches, r.select.slices) != (None, None)]
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    if not plan.cuts:  # records that are older than the fields keep their hashes
+    if not plan.cuts:  # so that records from before these fields keep their hashes
         del deeds["cuts"]
     if not plan.slices:
         del deeds["slices"]
@@ -243,15 +243,15 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
         if state["pieces"] is None:  # older records keep their hashes
             del state["pieces"]
         else:
-            state["pieces"]["wire"] = "param"  # records that had this choice keep their hashes
+            state["pieces"]["wire"] = "param"  # the only value of a former field
     return _hash([table, deeds])
 
 
 def run_spec(
     problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
 ) -> RunSpec:
-    """The spec of a run. If the method starts from another base plan than the problem's, the spec
-    contains the values of that plan that differ."""
+    """The spec of a run. If `base`, the plan that the method starts from, differs from the
+    problem's base plan, the spec contains the differing values."""
     usual = problem.base_plan
     base = base or usual
     return RunSpec(
@@ -287,8 +287,8 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
 
 
 def make_record(result: Result, method: Composition, requested: Problem | None = None) -> Record:
-    """The record of a simulated run.  `requested`: the user's problem, if a package's own problem
-    (worlds/packages/stack.py) was simulated in its place."""
+    """The record of a simulated run. `requested`: the problem that the user named, if a package's
+    version of it (worlds/packages/stack.py) was simulated."""
     problem, plan, base = result.problem, result.plan, None if requested else result.base
     spec = run_spec(requested or problem, method, base=base)
     evaluation, verdict = result.evaluation, result.verdict
@@ -324,8 +324,8 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def keep_record(record: Record, folder: Path, name: str) -> None:
-    """Write a record as `folder`/`name`.json without its plan (the hash stays).  A file with the
-    same content is left as it is, so that a second run changes no date."""
+    """Write a record as `folder`/`name`.json without its plan (the plan's hash stays). If only the
+    provenance differs, the file is left as it is, so that a second run changes no date."""
     record = replace(record, plan=None)
     path = folder / f"{name}.json"
     if path.is_file():
@@ -346,8 +346,7 @@ def record_json(record: Record) -> bytes:
 
 
 def decode_record(stored: bytes) -> Record:
-    """The record in a file's bytes; msgspec's DecodeError or ValidationError for any other
-    bytes."""
+    """The record in a file's bytes; msgspec's DecodeError or ValidationError if they hold none."""
     plain = msgspec.json.decode(stored)
     if isinstance(plain, dict) and isinstance(plain.get("spec"), dict):
         plain["spec"] = _from_stored(plain["spec"])
@@ -366,8 +365,8 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(paths: Iterable[Path]) -> list[tuple[str, Record]]:
-    """The (problem name, record) of every record file, sorted by path. A folder stands for all
-    files below it."""
+    """(problem name, record) of every record file, by path; a folder stands for all files below
+    it."""
     files = sorted(
         file for path in paths for file in ([path] if path.is_file() else path.rglob("*.json"))
     )

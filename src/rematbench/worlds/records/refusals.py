@@ -1,4 +1,4 @@
-"""The features that the torch runtime does not execute, determined without importing torch."""
+"""The features of a job that the torch runtime does not execute, found without importing torch."""
 
 from math import gcd
 
@@ -14,13 +14,13 @@ EXECUTED = (
     *("experts", "latent attention", "memory layers"),
     *("layers that predict more tokens", "layers that share weights"),
 )
-"""Features that the blocks of Llama and GPT lack and that the runtime executes."""
+"""Features beyond a plain Llama or GPT block that the runtime executes."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
 
 
 def refusals(problem: Problem, plan: Plan) -> list[str]:
-    """The features of a problem and plan that the runtime's kernels and executor lack, by name."""
+    """The features of a problem and plan that the runtime does not execute, in words."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
@@ -83,8 +83,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
 
 def uneven_experts(problem: Problem) -> bool:
     """Whether experts would receive different numbers of a rank's tokens. The token at position p
-    goes to the `active` experts from number p x active on, modulo their count; after `period`
-    positions the experts repeat."""
+    goes to `active` consecutive experts from number p x active on, modulo the number of experts, so
+    the experts repeat after `period` positions."""
     lay, experts = problem.layout, problem.workload.model.experts
     assert experts is not None
     period = experts.count // gcd(experts.count, experts.active)
@@ -97,7 +97,6 @@ def uneven_experts(problem: Problem) -> bool:
 
 
 def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
-    """Refusals of models that train only in part."""
     work, lay, model = problem.workload, problem.layout, problem.workload.model
     packed = work.base_dtype in PACKINGS
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
@@ -117,7 +116,6 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
 
 
 def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
-    """Refusals of quantised linears."""
     work, lay = problem.workload, problem.layout
     given = work.recipe != "none"
     return {
@@ -134,7 +132,6 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
 
 
 def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refusals of a model with experts."""
     model, system = problem.workload.model, problem.system
     if model.experts is None:
         return {}
@@ -154,7 +151,6 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
 
 
 def _refused_of_predictions(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refusals of a layer that predicts one more token."""
     lay = problem.layout
     if not problem.workload.model.mtp_layers:
         return {}
@@ -174,8 +170,7 @@ def _refused_of_predictions(problem: Problem, plan: Plan) -> dict[str, bool]:
 
 
 def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refusals where weights or gradients are kept by unit: ZeRO stages 2 and 3, and both in host
-    memory."""
+    """Refusals for weights or gradients kept by unit: under ZeRO 2 and 3, or in host memory."""
     lay, width = problem.layout, problem.workload.element_bytes
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
@@ -203,8 +198,8 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
 
 
 def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refusals of optimizer states in pieces: states of other widths than the runtime's, pieces
-    that are not ranges of the rank's shards, and units whose states are in both memories."""
+    """Refusals of optimizer states in pieces: other bytes than the runtime's, tensors that ranks
+    cannot share evenly, and pieces on the device beside weights or gradients on the host."""
     optimizer, nbytes = plan.state("optimizer"), problem.system.states.optimizer_bytes
     if optimizer.pieces is None or optimizer.home == "device":
         return {}
@@ -228,8 +223,8 @@ def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refuse optimizer-in-backward if the stack's gradients and the runtime's gradient sums differ
-    in width."""
+    """Refuse an optimizer in the backward if the stack's gradients are not as wide as the
+    runtime's."""
     asked = plan.state("optimizer").update == "backward"
     width = SUM_BYTES.get(problem.workload.precision, 4)
     given = problem.system.states.grad_bytes

@@ -34,7 +34,8 @@ class Store:
             write_atomically(self.path(key), data)
 
     def sweep(self, key: str) -> None:
-        """Remove what killed processes left of a finished cell (temporary files and folders)."""
+        """Remove temporary files and folders of a finished cell that killed processes left
+        behind."""
         for path in self.folder.glob(f".{key}.*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Suites: problems, and the methods to run on each problem; one bundle of runs per method."""
+"""Suites: problems, and the methods to run on each. The runs of one method form a bundle."""
 
 from functools import cache
 from pathlib import Path
@@ -105,9 +105,9 @@ def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
 
 
 def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
-    """Variants by bundle (a method or `a+b`): every method of activation memory alone, then the
-    suite's variants.  A method that places training states needs a host rate, and one that moves
-    passes a stack with their order, so a suite names them."""
+    """Variants by bundle (a method or `a+b`): every method of activation memory with its defaults,
+    then the suite's variants. Methods that place training states or move passes need a host rate or
+    a stack with that order, so they run only if the suite names them."""
     plain = [name for name, entry in registry.methods.items() if not entry.waits]
     found = {name: [Variant(method=name)] for name in plain}
     for variant in suite.variants:
@@ -118,8 +118,8 @@ def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
 def run_bundle(
     suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
 ) -> list[Record]:
-    """Run one bundle on every problem and write each record under `folder`; ConfigError for an
-    unknown bundle.
+    """Run one bundle on every problem, write each record under `folder`, and return the records;
+    ConfigError for an unknown bundle.
 
     With a `store`, a run that the same code has finished is read from the store.
     """
@@ -171,7 +171,7 @@ def labels(suite: Suite, registry: Registry) -> dict[str, str]:
 
 
 def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
-    """A method and its parameters as one text (a key of `labels`)."""
+    """A method and its parameters as one text, the key of `labels`."""
     return method + msgspec.json.encode(parameters, order="sorted").decode()
 
 
@@ -180,16 +180,12 @@ def _defaults() -> dict[str, dict[str, Any]]:
     return {name: entry.parameters for name, entry in discover().methods.items()}
 
 
-def _as_json(value: Any) -> Any:
-    return msgspec.json.decode(msgspec.json.encode(value))
-
-
 def record_label(record: Record) -> str:
     defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
         for method, parameters in record.spec.parameters.items()
         for key, value in parameters.items()
-        if value != _as_json(defaults.get(method, {}).get(key))
+        if value != msgspec.json.decode(msgspec.json.encode(defaults.get(method, {}).get(key)))
     ]
     return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method

@@ -18,9 +18,8 @@ from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One method on one problem, with its plan or the reason why there is none.  `name`: the stem
-    of the record's file; `base`: the plan that the method starts from (None: the problem's base
-    plan)."""
+    """One method on one problem, with its plan or the reason why there is none. `name`: the stem of
+    the record's file; `base`: the plan that the method starts from (None: the problem's)."""
 
     name: str
     problem: Problem
@@ -30,8 +29,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
-    """The cells of every problem with every method and variant, in the suite's order. `only`:
-    PROBLEM, PROBLEM.METHOD or whole names of cells; other cells are left out."""
+    """The cells of every problem with every method and variant, in the suite's order. `only`: names
+    of the wanted cells, or PROBLEM or PROBLEM.METHOD for all cells that begin so (empty: all)."""
     registry = discover(folders)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
@@ -42,11 +41,11 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
 
 
 def single_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
-    """The one cell of a suite with this name; ConfigError unless there is exactly one."""
+    """The cell that `name` selects in a suite; ConfigError unless it selects exactly one."""
     found = cells(load_suite(suite), folders, [name])
     if len(found) != 1:
         raise ConfigError(
-            str(suite), name, f"{len(found)} cells have that name; it must match exactly one"
+            str(suite), name, f"{len(found)} cells match this name; it must match exactly one"
         )
     return found[0]
 
@@ -58,7 +57,7 @@ def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
 
 def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
     """The cell of a record, planned again with the constants, the stack and the cluster (or the
-    file `cluster`) of the present config/, so that its numbers show what changed there."""
+    file `cluster`) of the present config/, so that its numbers show the effect of changes there."""
     spec = record.spec
     problem = replace(spec_problem(spec, cluster), reserve_bytes=spec.start.reserve_bytes)
     given = spec.parameters.items()
@@ -70,8 +69,7 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
 def planned_cell(
     name: str, problem: Problem, method: Composition, base: Plan | None = None
 ) -> Cell:
-    """The cell of a method on a problem, with a plan that lowers, or the reason why there is
-    none."""
+    """The cell of a method on a problem: with a plan that lowers, or the reason for having none."""
     return Cell(name, problem, method, _plan(problem, method, base), base)
 
 
@@ -93,7 +91,6 @@ def _asked(
 
 
 def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Plan | Unsupported:
-    """A plan that lowers, or the reason why there is none."""
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Plan):
@@ -104,5 +101,5 @@ def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Pl
 
 
 def is_selected(name: str, only: Sequence[str]) -> bool:
-    """Whether `only` (PROBLEM, PROBLEM.METHOD, a whole name) is empty or selects the cell."""
+    """Whether `only` is empty or has the cell's name, its PROBLEM or its PROBLEM.METHOD."""
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)

@@ -1,5 +1,6 @@
-"""A campaign suite: its cells, the engine and key of each cell, the bundles that share an
-allocation, and refusals before the first submission: too many nodes or predicted GPU-hours.
+"""A campaign suite: its cells, the engine and key of each cell, and the bundles of cells that share
+an allocation. Too many nodes or too many predicted GPU-hours are refused before the first
+submission.
 
 Our executor runs methods; a baseline runs in the package of the same name.
 """
@@ -32,7 +33,7 @@ from rematbench.worlds.slurm.settings import Center, load_center
 OURS = "rematbench"
 
 OVERHEAD_MINUTES = 5
-"""Minutes of an allocation's time limit for first imports from a cold file system."""
+"""Minutes of an allocation's time limit for imports from a file system whose cache is empty."""
 
 STARTUP_S = 60.0
 """Seconds of a cell's start-up (imports, communicators, allocating the model): our estimate."""
@@ -84,9 +85,7 @@ class Campaign:
             suite = replace(suite, problems=changed)
         names = sorted({spec.cluster for spec in suite.problems})
         if len(names) != 1:
-            text = (
-                f"all cells of a measurement must use the same cluster (found: {', '.join(names)})"
-            )
+            text = f"all problems of a suite must use the same cluster (found: {', '.join(names)})"
             raise ConfigError("", "problems", text)
         self.suite = suite
         self.registry = registry
@@ -111,16 +110,16 @@ class Campaign:
         )
 
     def _on_stack(self, name: str, spec: NamedProblem) -> NamedProblem:
-        """The problem with the system of its engine: for a baseline, the system with the baseline's
-        name, if it exists; for a method, the problem's `system`."""
+        """The problem with the system of its engine: for a baseline, the system whose file has the
+        baseline's name, if it exists; for a method, the problem's `system`."""
         system = name.replace("_", "-")
         there = (data_dir("config") / f"systems/{system}.yaml").is_file()
         return replace(spec, system=system) if there and is_baseline(self.registry, name) else spec
 
     @cached_property
     def bundles(self) -> dict[str, Bundle]:
-        """Bundles by name, METHOD.NODESxGPUS.PART.  A new method does not move the cells of other
-        methods between bundles."""
+        """Bundles by name, METHOD.NODESxGPUS.PART. Each method has its own bundles, so a new method
+        moves no cell of another method."""
         groups: dict[tuple[str, int, int], list[CampaignCell]] = {}
         for cell in self.cells:
             nodes = self.center.nodes(cell.spec.gpus)
@@ -142,8 +141,8 @@ class Campaign:
         return found
 
     def _cells_per_job(self) -> int:
-        """The largest number of cells that the suite and the center's time limit allow.
-        ConfigError if the time limit is too short for one cell."""
+        """The most cells per job that the suite and the center's time limit allow. ConfigError if
+        the time limit is too short for one cell."""
         suite, limit = self.suite, self.center.slurm.minutes
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
@@ -185,8 +184,7 @@ class Campaign:
         return not simulated.recompute_flop and not simulated.offload_bytes
 
     def engine(self, cell: CampaignCell) -> str:
-        """The name of the engine that runs a cell, without its version (records have the
-        version)."""
+        """The name of the engine that runs a cell, without the version that records have."""
         return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
@@ -201,8 +199,7 @@ class Campaign:
 
     def simulated(self, cell: CampaignCell) -> PlanEvaluation | None:
         """The simulated step of a cell; for a baseline, with the tensors that its package holds.
-        None if the method gives no plan or a plan that cannot be lowered (the cell's row has the
-        reason)."""
+        None without a plan that can be lowered (the cell's row has the reason)."""
         problem, method = self.problem(cell.spec), self.method(cell)
         try:
             if self.is_baseline(cell):
@@ -235,8 +232,8 @@ def is_baseline(registry: Registry, name: str) -> bool:
 
 
 def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Composition:
-    """The method with this name, otherwise the baseline's policy; MethodError for an unknown
-    name."""
+    """The method with this name, otherwise the baseline's policy; MethodError for an unknown name
+    or a combination with a baseline."""
     if is_baseline(registry, name):
         return policy(name, settings)
     for part in name.split("+"):
@@ -264,21 +261,22 @@ def baseline_digest(name: str) -> str:
 
 
 def load_campaign_suite(path: Path) -> CampaignSuite:
-    """A campaign suite from YAML; ConfigError, with the path, for an unknown key, a wrong type, or
-    a missing or invalid name of a problem."""
+    """A campaign suite from YAML; ConfigError, with the path, for an unknown key, a wrong type, no
+    problem, or a problem name with a dot or a slash."""
     suite = read_suite(path, CampaignSuite)
     if not suite.problems:
         raise ConfigError(str(path), "problems", "the suite lists no problem")
     for name in (problem.name for problem in suite.problems):
         if "." in name or "/" in name:
-            text = f"name {name!r} must not contain a dot or a slash"
+            text = f"the problem name {name!r} must not contain a dot or a slash"
             raise ConfigError(str(path), "problems", text)
     return suite
 
 
 def refuse(campaign: Campaign, store: Store, *, max_gpu_hours: float = 0.0) -> None:
-    """CommandError if a bundle with an unfinished cell needs more nodes than the center allows, or
-    all such bundles together exceed `max_gpu_hours` predicted GPU-hours (0: no limit)."""
+    """Raise CommandError if a bundle with an unfinished cell needs more nodes than the center
+    allows, or if all such bundles together exceed `max_gpu_hours` predicted GPU-hours (0: no
+    limit)."""
     center, hours = campaign.center, {}
     for name, bundle in campaign.bundles.items():
         cells = [cell for cell in bundle.cells if store.read(campaign.key(cell)) is None]

@@ -1,9 +1,10 @@
 """A row for every cell of a campaign, finished or not: the outcome, the measured numbers next to
-the simulated step and peak, and whether the cells of a problem train alike.
+the simulated step and peak, and whether the cells of a problem agree in their first loss and
+gradient.
 
-Weights and batches come from the problem's seed, so all engines start from the same weights.  The
-first loss and gradient norm of a cell are compared with the values of the cell that keeps all
-activations.  Later steps depend on each engine's optimizer.  A campaign stores no whole gradients.
+Weights and batches come from the problem's seed, so all engines start from the same weights. The
+first loss and gradient norm of a cell are compared with those of the cell that keeps all
+activations. Later steps depend on each engine's optimizer. A campaign stores no whole gradients.
 Equal norms do not prove that a method is lossless, but a wrong gradient rarely has the right norm.
 """
 
@@ -33,7 +34,7 @@ REFERENCE_COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
-    """A row for each cell with its request and outcome.  The status of a cell without a record is
+    """A row for each cell with its request and outcome; without a record its status is
     `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
@@ -82,14 +83,14 @@ def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, Cel
 
 
 def engine_of(label: str, stack: Mapping[str, str]) -> str:
-    """The label of a run, with the version of the package whose name begins the label."""
+    """The label of a run, in which the package that it begins with is followed by its version."""
     package = next((name for name in stack if label.startswith(name)), "")
     return label.replace(package, f"{package} {stack[package]}", 1) if package else label
 
 
 def columns(record: Record | None, problem: Problem, simulated: PlanEvaluation | None) -> Row:
-    """The values of COLUMNS for a cell.  Seconds of a CPU do not measure performance, so the row of
-    a CPU run has no step.  A cell without a record has only the simulated step and peak."""
+    """The values of COLUMNS for a cell. Seconds of a CPU do not measure performance, so a CPU run
+    has no simulated step. A cell without a record has only the simulated step and peak."""
     row: Row = dict.fromkeys(COLUMNS, "")
     found = record.measured if record else None
     if record is not None and found is not None:
@@ -118,7 +119,6 @@ def percent(measured: float, simulated: float) -> float:
 
 
 def _engine(record: Record) -> dict[str, str]:
-    """The columns of the engine that ran a cell: its name and version, kernels, device, torch."""
     found, origin = record.engine, record.provenance
     if found is None:
         return {
@@ -136,8 +136,7 @@ def _engine(record: Record) -> dict[str, str]:
 
 
 def _numbers(measured: Measured) -> Row:
-    """The columns of losses, gradient norms and bytes.  Device bytes are those of the fullest
-    rank."""
+    """The columns of losses, gradient norms and bytes; device bytes are the fullest rank's."""
     top = measured.fullest
     row: Row = {
         "peak_device_bytes": top.peak_bytes,
@@ -162,9 +161,10 @@ def _speed(step_s: Sequence[float], device: str, problem: Problem) -> Row:
 
 
 def reference_columns(rows: Sequence[Row], measured: Sequence[Measured | None]) -> list[Row]:
-    """The values of REFERENCE_COLUMNS for every row with its measured numbers; empty if the cell is
-    a reference, has no reference or did not run (None).  The reference is a run of the same problem
-    that keeps all activations: the run in our executor if there is one, otherwise in any engine."""
+    """The values of REFERENCE_COLUMNS for every row, given its measured numbers (None: not run).
+    The reference is a run of the same problem that keeps all activations, in our executor if there
+    is one, otherwise in any engine. The values are empty for the reference itself, for cells that
+    did not run, and without a reference."""
     ran = {
         number: found
         for number, found in enumerate(measured)

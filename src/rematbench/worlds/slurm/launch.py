@@ -1,5 +1,4 @@
-"""Start a cell's processes by torchrun, on this machine or on every node of an allocation, and end
-them."""
+"""Start a cell's processes by torchrun, here or on every node of an allocation, and end them."""
 
 import contextlib
 import os
@@ -30,8 +29,8 @@ def torchrun(words: Sequence[str], *, nodes: int, gpus_per_node: int, job_id: st
     """The command that runs `python -m WORDS` in every process of a Slurm job; without a job all
     processes share this machine.
 
-    Ranks are in node order, so that neighbours in a layout share a node on every run: the
-    rendezvous is static, at the first node, where this process runs.  The job step of Snakemake's
+    Ranks are in node order, so that neighbours in a layout share a node on every run. Therefore the
+    rendezvous is static, at the first node, where this process runs. The job step of Snakemake's
     executor drops the SLURM_* variables that sbatch set, so srun gets every number as an option.
     """
     here = [sys.executable, "-m", "torch.distributed.run"]
@@ -50,8 +49,8 @@ def torchrun(words: Sequence[str], *, nodes: int, gpus_per_node: int, job_id: st
 
 
 def run_limited(words: Sequence[str], log: Path, limit_s: float) -> LaunchResult:
-    """Run a command in a new session until it ends or `limit_s` seconds have passed; then, and
-    after an exception such as that of SIGTERM, end all its processes.  The output goes to `log`."""
+    """Run a command in a new session for at most `limit_s` seconds, with its output in `log`. At
+    the end, at the limit, and after an exception (as for SIGTERM) its processes are ended."""
     start = time.monotonic()
     code: int | None = None
     with log.open("w+b") as out:
@@ -63,7 +62,7 @@ def run_limited(words: Sequence[str], log: Path, limit_s: float) -> LaunchResult
                 code = process.wait(timeout=limit_s)
         finally:
             _end(process)
-        # The open file is read: another job that finishes the same cell removes the folder.
+        # Read through the open file: another job that finishes the same cell may remove the folder.
         out.seek(0)
         text = out.read().decode(errors="replace")
     return LaunchResult(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)

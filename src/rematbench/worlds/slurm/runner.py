@@ -1,8 +1,8 @@
-"""Run a bundle: run its unfinished cells one after the other, and write a record of each.
+"""Run the unfinished cells of a bundle one after the other, and write a record of each.
 
 A cell that runs out of memory, crashes or reaches its time limit gets a record with that status,
-and the next cell is run.  A job that is ended (preemption, scancel, the allocation's limit) leaves
-no record of the cell that it was running: the same command goes on with that cell.
+and the next cell is run. A job that is ended (preemption, scancel, the allocation's limit) leaves
+no record of the cell that it was running. The same command, run again, goes on with that cell.
 """
 
 import datetime
@@ -32,8 +32,8 @@ SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
     ("Out Of Memory", "oom", HOST_MEMORY),
     ("exitcode: -9", "oom", KILLED),
 )
-"""(words in a launch's output, status, reason).  Where the reason is empty, it is the last error in
-the output."""
+"""(text in a launch's output, status, reason). An empty reason stands for the last error in the
+output."""
 
 
 class CellRecord(Struct, frozen=True, kw_only=True):
@@ -72,8 +72,8 @@ def run_bundle(
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run the unfinished cells of a bundle, in a Slurm job or (without `job_id`) on this machine,
-    and write the bundle's manifest to `output`: key, status and reason of each record, the same
-    bytes on a second run."""
+    and write the bundle's manifest to `output`: key, status and reason of each cell. If no cell is
+    left to run, the manifest has the same bytes as before."""
     rows = []
     for cell in bundle.cells:
         key = campaign.key(cell)
@@ -94,7 +94,6 @@ def run_bundle(
 def _run(
     campaign: Campaign, bundle: Bundle, cell: CampaignCell, folder: Path, job_id: str
 ) -> CellRecord:
-    """Run a cell with its files in `folder`."""
     out, limit = folder / "record.json", 60.0 * campaign.suite.cell_minutes
     words = [*campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
     if job_id and campaign.center.slurm.gres and campaign.center.cluster.generation != "cpu":
@@ -108,7 +107,7 @@ def _run(
     ended = run_limited(command, folder / "log", limit)
     record = read_record(out) if out.exists() else None
     if record is not None and record.status != "failed":
-        # a record never has the status of an abandoned planner
+        # an executed record never has a simulated plan's other statuses
         status, reason = cast(CellStatus, record.status), record.reason
     else:
         status, reason = _why(ended, out, limit, record)

@@ -1,4 +1,4 @@
-"""The `slurm:` section of a cluster file, and the resources that jobs request from Slurm by it."""
+"""The `slurm:` section of a cluster file, and the resources that jobs request from Slurm."""
 
 import shlex
 from pathlib import Path
@@ -21,19 +21,18 @@ KEYS = (
 
 SIMULATED_MINUTES = 120
 SIMULATED_MEM_MB = 2000
-"""Minutes and MB that the longest simulated job (one model of the matrix) needs.  A center may
-allow fewer minutes."""
+"""Minutes and MB of the longest simulated job (one model of the matrix). A center may allow
+less."""
 
 
 class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partition, account and limits of a center; no setting changes a result.
 
     `gres`: the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
-    `nodes`: the maximum number of nodes of one job.  `mem_mb_per_node` and `cpus_per_node`: 0 for
-    the center's default.  `cpu_partition`: the partition for jobs without GPUs, unless they run
-    locally.
-    `setup`: shell lines that run first on the first node (module load, activate).  `environment`:
-    variables exported to every process.  `source`: where the numbers come from.
+    `nodes`: the maximum number of nodes of one job. `mem_mb_per_node` and `cpus_per_node`: 0 for
+    the center's default. `cpu_partition`: the partition for jobs without GPUs, unless they run
+    locally. `setup`: shell lines that run first on the first node (module load, activate).
+    `environment`: variables exported to every process. `source`: where the numbers come from.
     """
 
     source: str
@@ -105,8 +104,8 @@ class Center(Struct, frozen=True, kw_only=True):
 
 
 def load_center(name_or_path: str | Path) -> Center:
-    """The center of a cluster file, by name or path; ConfigError if the `slurm:` section is missing
-    or invalid."""
+    """The center of a cluster file, by name or path; ConfigError if the `slurm:` section is
+    wrong."""
     path = located("cluster", name_or_path)
     label = str(name_or_path)
     data: Any = read_mapping(path, label).get("slurm")

@@ -1,5 +1,5 @@
 """The executed world: a torch runtime that runs lowered actions.
 
-Within src torch is imported only here. The runtime reads the actions, the operator tables and the
-partition; it does not depend on methods or fates.
+Within src only this folder imports torch. The runtime reads the actions, the operator tables and
+the partition; it does not depend on methods or fates.
 """

@@ -4,9 +4,9 @@ Tensors are rows x columns. A backward gets everything that it needs as an argum
 their statistics, activation functions their derivative. Statistics of bf16 tensors are computed in
 fp32.
 
-On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which need no memory
-beyond their result. A CPU has no such kernels, so the operators are written out there. Traces (meta
-tensors) behave like GPUs.
+On a GPU, norms and fp32 sums of weight gradients use torch's fused kernels, which need no memory
+beyond their result. A CPU has no such kernels, so the operators are written out for it. Traces
+(meta tensors) behave like GPUs.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether torch has fused kernels for a tensor."""
+    """Whether torch's fused kernels are used for a tensor: on every device except a CPU."""
     return x.device.type != "cpu"
 
 
@@ -64,13 +64,12 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def _wide_copies(*tensors: Tensor) -> list[Tensor]:
-    """Copies in the wide dtype for arithmetic in place, so that a CPU holds few wide tensors."""
+    """Copies in the wide dtype, on which a CPU computes in place to need few wide tensors."""
     return [x.to(wide(x.dtype), copy=True) for x in tensors]
 
 
 def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(input gradient, weight gradient) by torch's kernel; weight gradients have the weight's
-    dtype."""
+    """(input gradient, weight gradient) by torch's kernel, the latter in the weight's dtype."""
     if x.is_meta:
         return torch.empty_like(x), torch.empty_like(weight)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
@@ -147,7 +146,7 @@ def split_norm_backward(
     columns: int,
     total: Callable[[Tensor], None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, weight and bias gradients) of `split_norm`."""
+    """(input, weight and bias gradients) of `split_norm`, for this rank's columns."""
     y, scale = _normed(x, centred, columns, total)
     g = grad * weight
     sums = torch.stack([(g * y).sum(-1), *([g.sum(-1)] if centred else [])]).div_(columns)
@@ -218,7 +217,8 @@ def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whol
 
 
 def in_shard(tokens: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """(place inside the shard of a vocabulary, whether the shard holds it), for each token."""
+    """(row inside a vocabulary shard that starts at `first` and has `width` rows, whether the shard
+    has the token), for each token."""
     local = tokens - first
     mine = (local >= 0) & (local < width)
     return local.clamp(0, width - 1), mine
@@ -227,7 +227,8 @@ def in_shard(tokens: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward(
     probs: Tensor, labels: Tensor, first: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """(softmax - one-hot) x scale, zero for ignored labels, without a wide copy of the softmax."""
+    """The gradient of the logits of a vocabulary shard: (softmax - one-hot) x scale, zero for
+    ignored labels. It makes no wide copy of the softmax."""
     column, mine = in_shard(labels, first, probs.shape[-1])
     grad = torch.mul(probs, scale, out=probs.new_empty(probs.shape, dtype=dtype))
     at_label = probs.gather(1, column[:, None]).sub_(mine[:, None].to(probs.dtype)).mul_(scale)

@@ -9,19 +9,20 @@
 | unequal (cpu) | a custom operator of plain matrix products | all | fp32; fp64 for fp64 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
-Traced (meta) tensors use the rows of the CPU, whose operator takes values of as many columns as
-keys.  Heads of latent attention, whose values have fewer, take the row `unequal`, which also saves
-queries, keys, values, output and lse (padded values would be saved, too).  On CUDA the problem's
-kernel decides between the rows of 16-bit types: `cudnn` takes the cuDNN row if head_dim allows it,
-every other kernel the row `cuda`, whose operator is FlashAttention-2 or, after `choose_flash`,
-FlashAttention-3.  All three save the same tensors.
+Traced (meta) tensors use the CPU's backends. The operator of `cpu` requires values with as many
+columns as keys. Latent attention, whose values have fewer columns, uses `unequal`, which saves the
+same tensors: queries, keys, values, output and lse (padded values would have to be saved, too). On
+CUDA the problem's kernel selects the backend of 16-bit types: `cudnn` if the problem asks for it
+and head_dim allows it, otherwise `cuda`, whose operator is FlashAttention-2 or, after
+`choose_flash`, FlashAttention-3. All three save the same tensors.
 
-Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
-so that its bytes are rows x heads as in the operator table; the lse of the other backends is
-brought to that order. Only the efficient operator pads lse (rows to a multiple of 32, with inf):
-the saved lse has no padding, and the backward pads it again. cuDNN's lse has one more dimension, of
-one column. Random state is not saved, because dropout is refused. KV heads may be fewer than query
-heads; only the efficient operator needs them repeated, and the gradients of the copies are summed.
+Every backend returns lse as batch x heads x rows. The CPU's operator stores lse with heads
+innermost, so that its bytes are rows x heads as in the operator table; the lse of the other
+backends is brought to that order. Only the efficient operator pads lse (rows to a multiple of 32,
+with inf): the saved lse has no padding, and the backward pads it again. cuDNN's lse has one more
+dimension, of one column. Random state is not saved, because dropout is refused. KV heads may be
+fewer than query heads; only the efficient operator needs them repeated, and the gradients of the
+copies are summed.
 """
 
 from typing import NamedTuple
@@ -34,8 +35,7 @@ from rematbench.inputs.system import AttentionBackend
 from rematbench.worlds.torch.arithmetic import wide
 
 LSE_ALIGN = 32
-"""The efficient operator pads lse to a multiple of this number of rows (kAlignLSE of torch's
-kernel)."""
+"""The efficient operator pads lse to a multiple of this many rows (kAlignLSE in torch)."""
 
 Heads = Tensor
 """batch x heads x rows x head_dim, with any strides."""
@@ -62,9 +62,9 @@ class Block(NamedTuple):
 
 def choose_flash(kernel: AttentionBackend) -> None:
     """Make torch's flash operators run a kernel. ImportError, RuntimeError or AttributeError if
-    that is impossible: the kernel's package is missing or does not run on this GPU, or this torch
-    offers no choice."""
-    from torch.nn import attention as choices  # noqa: PLC0415  # torch 2.10 has no choice
+    this is impossible: the kernel's package is missing, the kernel does not run on this GPU, or
+    this torch has only one kernel."""
+    from torch.nn import attention as choices  # noqa: PLC0415  # torch 2.10 has one kernel
 
     wanted = {"fa3": "FA3"}.get(kernel)
     current = getattr(choices, "current_flash_attention_impl", lambda: None)()
@@ -75,8 +75,8 @@ def choose_flash(kernel: AttentionBackend) -> None:
 
 
 def backend(x: Tensor, v_dim: int, kernel: AttentionBackend = "fa2") -> str:
-    """The backend in the table above for the device and dtype of queries, the columns of values and
-    a problem's kernel."""
+    """The backend (the table of this module) for queries of this device and dtype, values of
+    `v_dim` columns and a problem's kernel."""
     if x.device.type in ("cpu", "meta") and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
@@ -149,7 +149,7 @@ def flash_backward(
     causal: bool,
     kernel: AttentionBackend = "fa2",
 ) -> tuple[Heads, Heads, Heads]:
-    """(dq, dk, dv) of one block; `out` and `lse` may be merged over several blocks of keys."""
+    """(dq, dk, dv) of one block; `out` and `lse` may be those of several blocks of keys, merged."""
     match backend(q, v.shape[-1], kernel):
         case "unequal":
             return _unequal_backward(grad, q, k, v, out, lse, causal)  # type: ignore[no-any-return]
@@ -158,7 +158,7 @@ def flash_backward(
                 grad, q, k, v, out, lse, 0.0, causal
             )
         case "cuda":
-            # Tensors of lengths, even empty ones, would mean sequences of unequal length to torch.
+            # None, because tensors of lengths mean sequences of unequal length to torch.
             seed = torch.empty(2, dtype=torch.uint64, device=q.device)
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
@@ -195,7 +195,7 @@ def _by_rows(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("rematbench::unequal_attention", mutates_args=())
 def _unequal(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output, lse) as one operator, inside which no temporary is counted."""
+    """(output, lse) as one operator, so that the tracker does not count the temporaries inside."""
     out, lse = _exact(q, k, v, causal)
     return _by_rows(out), _by_rows(lse)
 
@@ -242,9 +242,9 @@ def _efficient_backward(
 
 
 def blocks(rows: int, slices: tuple[int, ...], keys: int) -> list[list[Block]]:
-    """The blocks of each query slice: the whole prefix, then the causal diagonal. `slices` are the
-    positions (in slices) of a rank's rows, in order; the rows of a single slice are the last of the
-    `keys`."""
+    """The blocks of each query slice: the whole prefix, then the causal diagonal. `slices`: the
+    positions in the sequence of the slices that a rank holds, in order. A single slice holds the
+    last rows of the `keys`."""
     size = rows // len(slices)
     found: list[list[Block]] = []
     for place, position in enumerate(slices):
@@ -260,7 +260,7 @@ def blocks(rows: int, slices: tuple[int, ...], keys: int) -> list[list[Block]]:
 def attend(
     q: Heads, k: Heads, v: Heads, slices: tuple[int, ...], kernel: AttentionBackend = "fa2"
 ) -> tuple[Heads, Tensor]:
-    """Attention of a rank's query rows to the keys and values of whole sequences: (output, lse)."""
+    """(output, lse) of a rank's query rows over the keys and values of whole sequences."""
     outs, lses = [], []
     for group in blocks(q.shape[2], slices, k.shape[2]):
         parts = [
@@ -307,7 +307,7 @@ def attend_backward(
 
 
 def probabilities(q: Heads, k: Heads) -> Tensor:
-    """Materialised causal probabilities (unfused attention)."""
+    """Causal probabilities of unfused attention, stored whole: batch x heads x rows x keys."""
     return _scores(q, k, True).softmax(-1).to(q.dtype)
 
 

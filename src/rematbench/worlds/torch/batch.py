@@ -1,4 +1,4 @@
-"""One batch generator for every layout: tokens and labels of a step, and a rank's share of them."""
+"""The tokens and labels of a step, generated alike for every layout, and a rank's part of them."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from rematbench.worlds.torch.groups import Coordinates
 
 
 class Batch(NamedTuple):
-    """The sequences of a step: inputs and next-token labels, global_batch x seq_len each."""
+    """The sequences of a step: input tokens and next-token labels, global_batch x seq_len each."""
 
     ids: Tensor
     labels: Tensor
@@ -25,8 +25,8 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A rank's rows of one micro-batch, (sequence, position) flattened, and the loss's scale.
-    `ahead`: tokens and labels one position ahead, for a model that predicts one more token."""
+    """A rank's tokens and labels of one micro-batch, (sequence, position) flattened, and the loss's
+    scale. `ahead`: tokens and labels of the next positions, to predict one more token."""
 
     ids: Tensor
     labels: Tensor
@@ -48,16 +48,16 @@ def make_batch(
 
 
 def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
-    """The slices that a rank holds of a sequence's 2 x cp slices: one from the head and one from
-    the tail, so that causal work is balanced. Without context parallelism the rank holds the whole
-    sequence."""
+    """The positions of the slices that a rank holds of each sequence, which is cut into 2 x cp
+    slices: one slice of the first half and one of the second half, so that ranks have equal causal
+    work. Without context parallelism the rank holds the whole sequence, as one slice."""
     if layout.cp == 1:
-        return (0,)  # under Ulysses attention sees whole sequences
+        return (0,)  # also under Ulysses, where attention has whole sequences
     return (place.cp, 2 * layout.cp - 1 - place.cp)
 
 
 def slice_order(cp: int) -> list[int]:
-    """For each of a sequence's 2 x cp slices, its index among all ranks' slices in rank order."""
+    """For each of a sequence's 2 x cp slices, its index among all ranks' slices, in rank order."""
     held = [position for rank in range(cp) for position in (rank, 2 * cp - 1 - rank)]
     return [held.index(position) for position in range(2 * cp)]
 
@@ -73,9 +73,9 @@ def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
 
 
 def loss_scale(counted: int) -> float:
-    """The derivative of the mean loss with respect to the loss of one label. NotFinite for a batch
-    in which all labels are ignored: it has no mean (torch's cross_entropy gives NaN), and the case
-    ends as `nan`."""
+    """The derivative of the mean loss with respect to the loss of one of `counted` labels.
+    NotFinite if all labels are ignored: the mean does not exist (torch's cross_entropy gives NaN),
+    and the case ends as `nan`."""
     if counted == 0:
         raise NotFinite("every label of the batch is ignored, so the mean loss is undefined")
     return 1.0 / counted
@@ -89,8 +89,8 @@ def micro_batches(
     *,
     ahead: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, in order; `ahead`: also with the tokens and labels one position
-    ahead."""
+    """This rank's micro-batches, in order; `ahead`: with tokens and labels of the next
+    positions."""
     per_replica = batch.ids.shape[0] // layout.replicas
     first = place.dp * per_replica
     where = positions(layout, place, batch.ids.shape[1])

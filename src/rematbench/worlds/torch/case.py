@@ -1,7 +1,7 @@
-"""The data of a launch: cases to run, results of ranks, and the result of a case.
+"""The data of a launch: cases to run, the result of each rank, and the result of a case.
 
 A case's result sums the losses of the ranks and assembles gradients from their shards. An exception
-of a rank gives the job its status: out of memory, not a number, or failed.
+of a rank gives the case its status: out of memory, not a number, or failed.
 """
 
 import math
@@ -34,7 +34,7 @@ class NotFinite(ArithmeticError):
 
 
 def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
-    """The status and the reason of an error; an executor's error is classified by its cause."""
+    """The status and reason of an error; an error of the executor has its cause's status."""
     cause = error.__cause__ or error
     full = any(words in str(cause) for words in OUT_OF_MEMORY_TEXTS)
     reason = f"{type(error).__name__}: {error}"
@@ -53,9 +53,9 @@ class Case:
     device's (bytes are then not tracked).
 
     On CUDA `timed_steps` further steps follow, of which only the seconds are recorded, and
-    `deterministic` makes torch use kernels with bitwise reproducible results. `activation_bytes`
-    are the activations of all processes together, from the ledger; a host with less memory does not
-    start the case. `device_weights`: the device draws the weights, whose bits then depend on the
+    `deterministic` makes torch use kernels with bitwise reproducible results. `activation_bytes`:
+    activations of all processes together, from the ledger; the case does not start on a host with
+    less free memory. `device_weights`: the device draws the weights, whose bits then depend on the
     kind of device.
     """
 
@@ -84,8 +84,8 @@ class Case:
 
 @dataclass(kw_only=True)
 class GradientShard:
-    """One rank's part of the summed gradient of one parameter. `part`: its number among the
-    tensor-parallel parts; `number`: its number among the ZeRO shards of that part."""
+    """One rank's part of the summed gradient of one parameter. `part`: the index of the
+    tensor-parallel part; `number`: the index of the ZeRO shard inside that part."""
 
     spec: ParameterSpec
     part: int
@@ -133,8 +133,8 @@ class Result:
 
 
 def combine(case: Case, ranks: list[RankResult]) -> Result:
-    """The job's result from the results of all ranks. A gradient that is not finite makes the
-    result `nan`, as a loss does."""
+    """The case's result from the results of all ranks. A gradient or a loss that is not finite
+    makes the result `nan`."""
     steps = range(case.steps)
     norms = [_norms(ranks, step) for step in steps] if case.shards else []
     wrong = [
@@ -156,8 +156,8 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
 
 
 def _holders(ranks: list[RankResult], name: str) -> list[list[RankResult]]:
-    """The ranks that together hold one copy of a parameter: for each part the ranks of its
-    shards."""
+    """The ranks that together hold one copy of a parameter: for each tensor-parallel part, the
+    ranks of its ZeRO shards in order."""
     having = [r for r in ranks if name in r.gradients[0]]
     parts: dict[int, dict[int, RankResult]] = {}
     for rank in sorted(having, key=lambda rank: rank.place.pp):
@@ -187,7 +187,7 @@ def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tens
         spec = ranks[0].gradients[step].get(name) or next(
             r.gradients[step][name] for r in ranks if name in r.gradients[step]
         )
-        if (inner := spec.spec.columns) is not None:  # parts of a row of the grid are neighbours
+        if (inner := spec.spec.columns) is not None:  # parts of the same rows are neighbours
             count = case.problem.layout.tp_columns
             rows = [parts[at : at + count] for at in range(0, len(parts), count)]
             parts = [torch.cat(row, inner) for row in rows]

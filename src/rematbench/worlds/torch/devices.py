@@ -15,13 +15,13 @@ def gpu_count() -> int:
 
 
 def prepare(kind: str) -> None:
-    """Set the environment that CUDA or oneDNN reads when a process first uses it.
+    """Set the environment variables that CUDA or oneDNN reads when a process first uses it.
 
     CUDA gets the maximum number of hardware queues: streams that share a queue wait for each other,
     and a kernel that waits for a peer must not block other streams. cuBLAS gets workspaces of one
     size per stream, because it is not deterministic otherwise. On a CPU AMX is off: the rounding of
-    AMX's bf16 products depends on the number of rows, by more than the bound on gradients of a plan
-    that splits rows.
+    AMX's bf16 products depends on the number of rows, so the gradients of a plan that splits rows
+    would differ by more than the bound.
     """
     if kind == "cpu":
         os.putenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -35,8 +35,7 @@ SEGMENTS_KEY = "expandable_segments"
 
 
 def allocator_settings() -> str:
-    """The present settings of torch's allocators, from the environment or a call. Empty if torch
-    does not report the settings."""
+    """The settings that torch's allocators use now. Empty if torch does not report them."""
     try:
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
     except (AttributeError, KeyError):
@@ -57,8 +56,8 @@ def pin_requested_size() -> None:
 
 
 def set_expandable_segments(*, expandable: bool) -> None:
-    """Turn growing segments of torch's allocator on or off, as in the stack; RuntimeError if torch
-    does not support this.  Existing allocations stay in place."""
+    """Turn expandable segments of torch's allocator on or off, as in the stack; RuntimeError if
+    torch does not support this. Existing allocations stay in place."""
     settings = [word for word in allocator_settings().split(",") if word]
     others = [word for word in settings if not word.startswith(SEGMENTS_KEY)]
     if not expandable and others == settings:
@@ -66,7 +65,7 @@ def set_expandable_segments(*, expandable: bool) -> None:
     word = f"{SEGMENTS_KEY}:{expandable}"
     try:
         done = _set(",".join(others), word)
-    except ValueError:  # torch 2.11 lists a key that it refuses among the present settings
+    except ValueError:  # torch 2.11 reports a key among its settings that it refuses
         known = (one for one in others if not one.startswith(PINNED_CACHE_KEY))
         done = _set(",".join(known), word)
     if not done:
@@ -93,8 +92,7 @@ def release_pinned() -> None:
 
 
 def pinned_peak() -> int:
-    """Peak bytes of pinned memory since the last reset, as torch takes blocks from CUDA. 0 if torch
-    does not report this peak."""
+    """Peak bytes that torch has pinned since the last reset; 0 if it does not report them."""
     stats = getattr(torch.cuda, "host_memory_stats", None)
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
@@ -114,14 +112,15 @@ def reset_peaks(device: torch.device | None = None) -> None:
 
 
 def prepared_device(kind: str, rank: int) -> torch.device:
-    """The device of `choose_device`, in a process that has not used CUDA yet."""
+    """`choose_device` in a process that has not used CUDA yet."""
     prepare(kind)
     return choose_device(kind, rank)
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
-    """The CPU, or the GPU of a rank on its host, with the process bound near that GPU. A launcher
-    may make only one GPU visible to each process, so ranks wrap around the visible GPUs."""
+    """The CPU, or the GPU of a rank on its host, with the process bound to CPUs near that GPU. A
+    launcher may make only one GPU visible to each process, so ranks count modulo the visible
+    GPUs."""
     if kind == "cpu":
         return torch.device("cpu")
     require_gpus(kind, 1)
@@ -132,24 +131,22 @@ def choose_device(kind: str, rank: int) -> torch.device:
 
 
 def smi_name() -> str:
-    """The current GPU as nvidia-smi names it: by its UUID, or by its number if torch does not
-    report the UUID."""
+    """The current GPU as nvidia-smi names it: its UUID, or its number if torch reports no UUID."""
     number = torch.cuda.current_device()
     found = getattr(torch.cuda.get_device_properties(number), "uuid", None)
     return f"GPU-{found}" if found else str(number)
 
 
 def require_gpus(kind: str, ranks: int) -> None:
-    """RuntimeError if more ranks than GPUs see the same GPUs, because in NCCL two ranks cannot
-    share a GPU."""
+    """RuntimeError if there are fewer visible GPUs than ranks: NCCL cannot share a GPU."""
     if kind != "cpu" and ranks > torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise RuntimeError(f"{ranks} ranks need one GPU each, but this host has {found}")
 
 
 def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:
-    """Bind this process to the allowed CPUs of its GPU's NUMA node. Return the number of the node,
-    or -1 if the kernel (its `system` files) does not report the node."""
+    """Bind this process to the CPUs that it may use on its GPU's NUMA node. Return the number of
+    the node, or -1 if torch or the kernel (its files under `system`) does not report the node."""
     found = torch.cuda.get_device_properties(device)
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")

@@ -4,12 +4,11 @@ The tracker counts the live bytes of storages from their creation until torch fr
 not depend on plans or actions. It sees the outputs of every torch operator and holds a weak
 reference to each new storage; the callback of the reference subtracts the storage's bytes.
 
-A meta tensor is a fake tensor without a subclass: sizes, strides, dtype, and a storage that has a
-size and an identity but no memory. Torch derives most outputs in Python, at 50 to 300 us an
-operator, and a step repeats a few hundred distinct calls thousands of times. Outputs depend on
-shapes only, so MetaMode runs each distinct call once and makes the outputs of equal calls directly.
-It caches only operators that return new storages and do not write their inputs; views and in-place
-operators always run.
+A meta tensor has sizes, strides, a dtype, and a storage that has a size and an identity but no
+memory. Torch derives most outputs in Python, in 50 to 300 us per operator, and a step repeats a few
+hundred distinct calls thousands of times. Outputs depend on shapes only, so MetaMode runs each
+distinct call once and makes the outputs of equal calls directly. It caches only operators that
+return new storages and do not write their inputs; views and in-place operators always run.
 """
 
 import weakref
@@ -24,23 +23,23 @@ from torch.utils._pytree import tree_iter
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The base class of the dispatch modes here. A plain TorchDispatchMode imports `torch._dynamo`
-    at its first operator, to exempt the mode from a compiler that is never called. The import costs
-    two CPU seconds per rank."""
+    """The base class of the dispatch modes here. At its first operator a plain TorchDispatchMode
+    imports `torch._dynamo`, to exempt the mode from a compiler that this runtime never calls. The
+    import costs two CPU seconds per rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Override torch's hook for this exemption (`torch.utils._python_dispatch`)."""
+        """Override the hook of `torch.utils._python_dispatch` that asks for this exemption."""
         return False
 
 
 class Tracker(DispatchMode):
-    """Counts the storages that are made while it is active.
+    """Counts the bytes of storages that are made while it is active.
 
-    `exclude`: storages that are states (parameters, gradients, optimizer, inputs), allocated before
-    or inside; `on_host`: storages of the host pool, which count as host bytes. With a GPU as the
-    device, storages on the CPU are host bytes. If a pool keeps its blocks, only the bytes in use
-    count (`count_host_bytes`).
+    `exclude` leaves out storages of states (parameters, gradients, optimizer, inputs), also those
+    that exist already. Storages made inside `on_host` count as host bytes. If the device is a GPU,
+    so do storages on the CPU. If a pool keeps its blocks, only the bytes in use count
+    (`count_host_bytes`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -57,8 +56,8 @@ class Tracker(DispatchMode):
         self._states: list[torch.UntypedStorage] = []
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count these storages; they are kept alive, so that no other storage gets their
-        id."""
+        """Never count the storages of these tensors. The tracker keeps them alive, so that no other
+        storage gets their id."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -68,7 +67,7 @@ class Tracker(DispatchMode):
                 self._states.append(storage)
 
     def forget(self, tensor: Tensor) -> None:
-        """Do not count a storage of the transport as long as it lives."""
+        """Stop counting a tensor's storage, because it belongs to the transport."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._remove(key)
@@ -76,8 +75,8 @@ class Tracker(DispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count storages made inside as host bytes, because device storages may be on the CPU
-        too."""
+        """Count storages made inside this context as host bytes. Without a GPU, a storage does not
+        show whether it is for the host."""
         self._all_host = True
         try:
             yield
@@ -112,7 +111,6 @@ class Tracker(DispatchMode):
         self._register(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
-        """Whether the storage of a tensor counts as host bytes."""
         return self._all_host or (self._apart and tensor.device.type == "cpu")
 
     def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
@@ -139,17 +137,17 @@ class Tracker(DispatchMode):
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Sizes, strides and dtype: the facts from which an output can be made."""
+"""Sizes, strides and dtype: all that is needed to make an output on the meta device."""
 
 
 def form(tensor: Tensor) -> Form:
-    """The properties of a tensor that determine an operator's outputs."""
+    """The sizes, strides and dtype of a tensor, which determine an operator's outputs."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def returns_new_storages(operator: Any) -> bool:
     """Whether an operator belongs to torch, returns new storages and writes no input."""
-    if operator.namespace != "aten":  # collectives answer with handles, not tensors
+    if operator.namespace != "aten":  # collectives return handles, not tensors
         return False
     schema = operator._schema
     every = (*schema.arguments, *schema.returns)
@@ -188,7 +186,7 @@ class MetaMode(DispatchMode):
 
 
 def _plain(item: Any) -> bool:
-    """Whether an item is a meta tensor that fills its storage, so that its form suffices."""
+    """Whether an item is a meta tensor that fills its storage, so that its form determines it."""
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.untyped_storage().nbytes() == item.numel() * item.element_size()

@@ -1,4 +1,4 @@
-"""Draws the full weights of a model ahead of their use, in threads."""
+"""Draws the whole weights of a model in threads, before they are used."""
 
 import os
 from collections import deque
@@ -13,13 +13,13 @@ from rematbench.worlds.torch.parameters import ParameterSpec, full_weight
 
 MAX_THREADS = 16
 READY_BYTES = 4 << 30
-"""Bytes of weights that may be drawn ahead of the parameter in use; a larger draw runs alone."""
+"""Bytes of weights that may be drawn before their use; a larger weight is drawn alone."""
 
 
 def drawing_threads(device: torch.device) -> int:
-    """The number of threads that draw weights: a GPU's share of this process's processors. On a CPU
-    it is one thread, because all ranks share the memory and `rank_processes.initialization_bytes`
-    counts one draw at a time."""
+    """The number of threads that draw weights. With GPUs, each rank gets its share of this
+    process's CPUs. Otherwise it is one thread, because all ranks share the memory and
+    `rank_processes.initialization_bytes` counts one draw per rank."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     share = len(os.sched_getaffinity(0)) // gpus if gpus else 1
     return max(1, min(MAX_THREADS, share))
@@ -47,7 +47,7 @@ class Draws:
             self._pool.shutdown(wait=False)
 
     def take(self, spec: ParameterSpec) -> Tensor:
-        """The whole next parameter in float64; ValueError if another parameter comes next."""
+        """The next parameter, whole and in float64; ValueError if this is not `spec`."""
         first, drawn = self._ready.popleft()
         if first.name != spec.name:
             raise ValueError(f"{spec.name} is taken before {first.name}")

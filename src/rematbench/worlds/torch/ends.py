@@ -1,5 +1,5 @@
-"""The ends of a model on one rank: embedding lookups, losses, and the operators that join the
-columns of two predictions."""
+"""The operators at the ends of a model on one rank: embedding lookups, losses, and the operators
+that join columns for a layer that predicts one more token."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def _ids(call: Call) -> Tensor:
 
 
 def _positions(call: Call) -> bool:
-    """Whether learned positions are added: they are for the model's input, not for a prediction."""
+    """Whether learned positions are added: to the model's input, not to a prediction's."""
     return call.model.kind.position == "learned" and call.op.name == "embedding"
 
 
@@ -69,8 +69,8 @@ def _labels(call: Call) -> tuple[Tensor, float]:
 
 
 def finish_loss(call: Call, group: Group) -> Tensor:
-    """Turn logits into softmax in place, over vocabulary shards; return the weighted sum of
-    losses."""
+    """Turn the logits of a vocabulary shard into softmax over all shards, in place; return the
+    weighted sum of the tokens' losses."""
     labels, weight = _labels(call)
     saved = call.tensors[SAVED[call.op.name]]
     _, total, target = softmax(saved, labels, call.model.vocab_start, group)
@@ -81,9 +81,9 @@ def finish_loss(call: Call, group: Group) -> Tensor:
 def softmax(
     saved: Tensor, labels: Tensor, start: int, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn the logits of a vocabulary shard from `start` on into softmax over the shards of a
-    group, in place.  Returns for each token the largest logit, the sum of exponentials, and how far
-    its label's logit lies from the largest (0 if no shard has the label)."""
+    """Turn the logits of a vocabulary shard that begins at token `start` into softmax over the
+    shards of a group, in place. Return for each token the largest logit, the sum of exponentials,
+    and the logit of its label minus the largest (0 if no shard has the label)."""
     top = saved.amax(-1)
     group.all_reduce(top, "max")
     top.clamp_(min=torch.finfo(top.dtype).min)  # a shard may have padded columns only

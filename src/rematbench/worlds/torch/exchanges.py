@@ -47,14 +47,13 @@ class Exchanges:
 
     def _output_pool(self, *, stays: bool) -> AbstractContextManager[object]:
         """The context in which to allocate a collective's output: the memory pool of storages if
-        the output stays, otherwise the stream's own pool, for a tensor that is dropped once the
+        the output stays, otherwise the stream's own pool, because the output is dropped once the
         collective is issued."""
         return self.streams.storage_pool() if stays else nullcontext()
 
     def all_gather(self, action: Action, span: Span) -> None:
         """Gather the rows of all ranks of the group into a new storage, or several tensors into one
-        buffer. Without an allocation it gathers in place: each rank has filled its part of an
-        existing tensor."""
+        buffer. An action that allocates nothing gathers an existing tensor in place."""
         group = self.group(action)
         if self._of_states(action):
             self._gather_parameters(action, span)
@@ -76,8 +75,8 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].storage), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
-        """Send each rank of the group its rows. Under Ulysses, change tensors, or their gradients,
-        between the orders of rows and of heads."""
+        """Send each rank of the group its rows. Under Ulysses, this changes tensors or gradients
+        from the order of rows to the order of heads, or back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         heads = self.model.heads(action)
         back = action.reads[0].is_gradient
@@ -104,7 +103,8 @@ class Exchanges:
     def _pairs(
         self, action: Action, chunk: int, *, back: bool
     ) -> list[tuple[Storage, Storage, int]]:
-        """(storage sent, storage made, elements per row of the latter in the order of rows)."""
+        """(storage sent, storage received, elements of a received row in the order of rows) of each
+        tensor that the action exchanges."""
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         named = (*action.reads, *(alloc.storage for alloc in action.allocs))
@@ -119,7 +119,8 @@ class Exchanges:
         return found
 
     def _arrived(self, action: Action, span: Span, target: Storage, out: Tensor) -> None:
-        """Store an output as a new storage, or in rows of an existing one; add a gradient there."""
+        """Store an output as a new storage or in rows of an existing one, to which a gradient is
+        added."""
         if target in {alloc.storage for alloc in action.allocs}:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
@@ -130,13 +131,12 @@ class Exchanges:
             self.streams.run(action.stream, partial(put, rows, out, self.model.heads(action)))
 
     def _several(self, action: Action, chunk: int) -> list[Activation]:
-        """The tensors that an action gathers, or whose gradients it scatters: the operator's
-        inputs, except the queries, which stay on their rank."""
+        """The tensors that an action gathers, or whose gradients it scatters: the inputs of its
+        operator except the queries, which stay on their rank."""
         table = self.model.units[chunk][action.part].table
         return [table.activations[name] for name in table.op(action.op).inputs if name != "q"]
 
     def _gather_several(self, action: Action, span: Span, group: Group) -> None:
-        """Gather tensors one after another into one buffer of bytes."""
         by_name = {storage.tensor: storage for storage in action.reads}
         tensors = self._several(action, span.chunk)
         own = [self.memory[span.key(by_name[tensor.name])].data for tensor in tensors]
@@ -185,8 +185,7 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _scatter_several(self, action: Action, span: Span, group: Group) -> None:
-        """Sum gradients that lie one after another in one buffer, and store this rank's rows of
-        each."""
+        """Sum the gradients that one buffer holds, and store this rank's rows of each."""
         tensors = self._several(action, span.chunk)
         whole = self.memory[span.key(action.reads[0])].data.view(torch.uint8)
         parts = torch.split(whole, [group.size * tensor.nbytes for tensor in tensors])
@@ -217,8 +216,8 @@ class Exchanges:
         return comm is not None and comm.group in STATE_PEERS
 
     def _units_due(self, action: Action, chunk: int) -> list[ModelPart]:
-        """The units whose gradients an action sums over its peers: the chunk's units down to the
-        action's unit."""
+        """The units whose gradients an action sums over its peers: the units of the chunk, from the
+        last to the action's unit, that are not summed yet."""
         comm = action.exchange.comm
         assert comm is not None
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
@@ -230,8 +229,8 @@ class Exchanges:
         return due
 
     def _scatter_gradients(self, action: Action, span: Span) -> None:
-        """Reduce the chunk's gradients so far. If states are kept by unit, every micro-batch
-        reduces each unit's buffer in one collective."""
+        """Reduce the gradients of the chunk's units that are due. If states are kept by unit, every
+        micro-batch reduces each unit's buffer in one collective."""
         if self.model.sharing is None:
             self._reduce_gradients(action, span.chunk)
             return
@@ -264,8 +263,8 @@ class Exchanges:
         return [p for p in among if p.spec.expert == of_experts]
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Sum the gradients of norms and routers (all, or those of one unit) over the group: their
-        weights are replicated, but each rank has only the gradient of its own tokens."""
+        """Sum the gradients of norms and routers (of the action's unit, or all) over the group:
+        each rank has the whole weight but only the gradient of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
@@ -295,8 +294,8 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _gather_units(self, action: Action, span: Span, group: Group) -> None:
-        """Gather the weights of a unit into a buffer of the program, or the resident weights of
-        every unit in place."""
+        """Gather a unit's weights into a buffer of the program, or every unit's weights in
+        place."""
         by_prefix = self.model.unit_states[span.chunk]
         due = [by_prefix[action.part]] if action.part else list(by_prefix.values())
         for states in due:
@@ -309,7 +308,8 @@ class Exchanges:
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
     ) -> None:
-        """Gather a unit's weights into new memory, which compute may have used until now."""
+        """Gather a unit's weights into new memory, after compute, which may still use the
+        memory."""
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
@@ -323,16 +323,17 @@ MOST_SLICES = 128  # each slice of a sequence has its own tags of messages
 
 
 class Message(NamedTuple):
-    """The channel that a message takes, and the tag of the message on that channel."""
+    """The channel of a message, and the message's tag on that channel."""
 
     channel: Channel
     tag: int
 
 
 def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
-    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk). Its tag follows from
-    the micro-batch and the virtual stage of the receiver; the gradient of a shared embedding takes
-    the closing links of the rings. A message to the rank's other chunk takes no channel."""
+    """The channel and tag of a SEND or RECV on a stage, for a (micro-batch, chunk). The tag follows
+    from the micro-batch and the virtual stage of the receiver. The gradient of a shared embedding
+    uses the links between the last and the first stage. A message from one chunk of a rank to
+    another has the rank as sender and receiver."""
     pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
     if action.op[0] in OF_VOCABULARY:
@@ -362,13 +363,13 @@ def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]
 
 
 def used_channels(program: Program, layout: Layout) -> set[Channel]:
-    """The channels that the messages of any rank take."""
+    """The channels that carry a message of any rank."""
     return {channel for channel, _ in _messages(program, layout, Kind.SEND)}
 
 
 def reordered_channel(program: Program, layout: Layout) -> str:
-    """The first channel whose messages are received in a different order than they are sent. A
-    transport without tags (NCCL) would mix such messages up. Empty if there is no such channel."""
+    """The first channel whose messages are received in a different order than they are sent, in
+    words; empty if there is none. A transport without tags (NCCL) would mix up such messages."""
     sent: dict[Channel, list[int]] = {}
     received: dict[Channel, list[int]] = {}
     for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
@@ -389,7 +390,7 @@ class Messages:
         self.pending: list[PendingMessage] = []
         self.callbacks: list[Callable[[], object]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
-        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # messages to its other chunk
+        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # by tag, from one chunk to another
         self.tied = model.parameters.get("embedding.weight")
         exchanged = model.place.pp in (model.problem.embedding_ranks or ())
         self.arrival: Tensor | None = None
@@ -412,7 +413,11 @@ class Messages:
         """Start a send; the sent storage stays alive until the event."""
         found = self.message_of(action, span)
         if action.op == "tied":
-            self._send_tied(found)
+            tied, arrival = self.tied, self.arrival
+            assert tied is not None
+            assert arrival is not None
+            self._begin(found, self._send(tied.grad_flat, found))
+            self.callbacks.append(partial(tied.grad_flat.add_, arrival))
             return
         data = self.memory[span.key(action.reads[0])].data
         turns = found.channel.sender == found.channel.receiver
@@ -441,8 +446,8 @@ class Messages:
         self._begin(message, work)
 
     def post(self, data: Tensor, message: Message) -> None:
-        """Send a tensor that the transport holds until the end of the step; the action's event is
-        complete at once."""
+        """Send a tensor that is kept alive until the end of the step. The action's event does not
+        wait for it."""
         self.posted.append((self._send(data, message), data))
 
     def flush(self) -> None:
@@ -465,10 +470,3 @@ class Messages:
             self.receive_into(data, found)
         rows = Value(data, span.first, span.size)
         self.memory.put(span.key(action.allocs[0].storage), rows)
-
-    def _send_tied(self, message: Message) -> None:
-        tied, arrival = self.tied, self.arrival
-        assert tied is not None
-        assert arrival is not None
-        self._begin(message, self._send(tied.grad_flat, message))
-        self.callbacks.append(partial(tied.grad_flat.add_, arrival))

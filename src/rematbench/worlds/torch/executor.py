@@ -1,4 +1,4 @@
-"""The interpreter of actions: a table from an action's kind to a small function."""
+"""The interpreter of actions: each kind of action has a small function in a table."""
 
 from collections.abc import Callable
 
@@ -65,7 +65,7 @@ class Executor:
         self.messages = Messages(model, groups, self.memory, self.streams)
         self.events: dict[tuple[Event, int, int], Mark] = {}
         self.local: dict[Event, Mark] = {}
-        self.counting: dict[Storage, bool] = {}  # tells whether a forward made the loss_saved
+        self.counting: dict[Storage, bool] = {}  # whether a forward (not a recomputation) made it
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
         self.step = 0
         self.bytes_after: list[tuple[int, int]] = []
@@ -99,23 +99,23 @@ class Executor:
             self.table = self.vocabulary.over(self.table)
 
     def _outside(self, tensor: Tensor) -> None:
-        """Leave a tensor of the transport out of the ledger."""
         if self.tracker is not None:
             self.tracker.forget(tensor)
 
     def states(self) -> list[Tensor]:
-        """The tensors on the device that are not activations."""
+        """The device's tensors that are not activations: states, slots, buffers of messages."""
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
     def run_step(self) -> float:
-        """Run one optimizer step over the model's micro-batches; return this rank's part of the
+        """Run one optimizer step over the micro-batches; return this rank's part of the summed
         loss."""
         self.issue_step()
         return float(self.loss)
 
     def issue_step(self) -> None:
-        """Issue every action of one step and wait for the messages; the loss stays a tensor."""
+        """Issue every action of one step and wait for the messages. The loss stays a tensor, so
+        that the host need not wait for it."""
         self.step += 1
         self.loss.zero_()
         self.exchanges.reduced.clear()
@@ -247,7 +247,8 @@ class Executor:
         self.streams.run(stream, work)
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """Run a collective, or combine the statistics of the loss over vocabulary shards."""
+        """Run a collective; for a loss, combine the statistics of softmax over vocabulary
+        shards."""
         if action.op in SAVED:
             call = self._call(action, span, self.names.of(action, span.chunk))
             self._finish_loss(call, action.reads[0], span, action.stream)
@@ -261,9 +262,9 @@ class Executor:
         return self._call(action, span, operands)._replace(grads=grads, grads_are_views=views)
 
     def backward_input(self, action: Action, span: Span) -> None:
-        """Compute input gradients: new storages, or sums into gradients that exist.  For qkv, the
-        gradients of the outputs change in place (RoPE is undone), so weight gradients of the same
-        rows must follow, and each row must come only once."""
+        """Compute input gradients into new storages, or add them to gradients that exist. For qkv,
+        the gradients of the outputs change in place (RoPE is undone), so weight gradients of the
+        same rows must follow, and each row must come only once."""
         found = self.names.of(action, span.chunk)
         made = operators.OPERATORS[action.op].backward(self._backward_call(action, span, found))
         if found.context:
@@ -281,7 +282,7 @@ class Executor:
                 target.add_(gradient.view(target.shape))
 
     def _spread(self, action: Action, span: Span, made: dict[str, Tensor]) -> None:
-        """Give the gradients of the keys and values of several slices to their own storages."""
+        """Store or add the gradients of several slices' keys and values in each slice's storage."""
         new = {alloc.storage for alloc in action.allocs}
         ends = self.model.slice_ends
         for name in KEYS:
@@ -304,7 +305,8 @@ class Executor:
         self.memory.put(span.key(storage), Value(compact(tensor), *rows))
 
     def update(self, action: Action, span: Span) -> None:
-        """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
+        """AdamW on this rank's shard of every parameter, of one unit's parameters (in the
+        backward), or of one piece of the states."""
         parameters = list(self.model.parameters.values())
         pieces = self.model.pieces
         if pieces is None and action.part:

@@ -1,15 +1,14 @@
 """The operators of a mixture of experts on one rank.
 
-The experts of a token follow from its position (`RankModel.chosen`), as when a package forces
-balance, and the router gives their probabilities: a softmax over the logits of the token's own
-experts, or their sigmoids divided by their sum.  So all sizes are known, no expert waits for
-another, and every layout routes a token alike.  The loss that balances experts has no gradient
-then, because the probabilities of a token add up to 1.
+The position of a token determines its experts (`RankModel.chosen`), as when a package forces
+balance. The router only gives their probabilities: a softmax over the logits of the token's
+experts, or their sigmoids divided by their sum. So all sizes are known in advance, no expert waits
+for another, and every layout routes a token alike. The loss that balances experts then has no
+gradient, because the probabilities of a token add up to 1.
 
-Rows of experts' tensors are ordered by (expert, rank that sends, token); before and after an
-exchange by (rank, expert of the rank, token).  A row of the router's scores, or of the
-permutation, is a row of bytes with fields of several types; bytes that the stack saves beyond the
-fields written here stay zero.
+Rows of experts' tensors are ordered by (expert, sending rank, token); before and after an exchange
+by (rank, expert of the rank, token). A row of the router's scores, or of the permutation, is a row
+of bytes with fields of several types. Bytes that the stack saves beyond these fields stay zero.
 """
 
 from collections.abc import Iterator
@@ -44,7 +43,7 @@ def _empty_rows(call: Call, name: str, rows: int) -> Tensor:
 
 
 def _write(rows: Tensor, first: int, values: Tensor) -> int:
-    """Write a field from byte `first` of each row on; returns the byte after it."""
+    """Write a field into each row, from byte `first` on; return the number of the byte after it."""
     data = values.contiguous().view(torch.uint8).view(rows.shape[0], -1)
     stop = first + data.shape[1]
     rows[:, first:stop] = data
@@ -60,7 +59,7 @@ def _chosen(call: Call, scores: Tensor) -> Tensor:
 
 
 def _probabilities(call: Call, scores: Tensor) -> Tensor:
-    """The probabilities of each token's experts, or their gradients, which have the same place."""
+    """The probabilities of each token's experts, or their gradients (at the same bytes)."""
     active = experts_of(call).active
     return _field(scores, INDEX * active, active, arithmetic.wide(call.model.dtype))
 
@@ -112,7 +111,7 @@ def route_weight(call: Call) -> None:
 
 
 def count(call: Call) -> Tensors:
-    """The number of tokens of each expert, repeated for every rank, because the ranks gather it
+    """The number of tokens of each expert, once for every rank, because the ranks gather it
     next."""
     chosen = _chosen(call, call.input()).view(-1)
     own = torch.zeros(experts_of(call).count, dtype=torch.int64, device=chosen.device)
@@ -124,7 +123,7 @@ def count(call: Call) -> Tensors:
 
 
 def permute(call: Call) -> Tensors:
-    """A copy of each token for each of its experts, in the order of experts."""
+    """A copy of each token for each of its experts, by expert; probabilities; the permutation."""
     x, scores = call.input(), call.tensors["router_scores"]
     experts, chosen, probs = experts_of(call), _chosen(call, scores), _probabilities(call, scores)
     order = chosen.view(-1).argsort(stable=True)
@@ -141,7 +140,7 @@ def permute(call: Call) -> Tensors:
 
 
 def _order(call: Call) -> Tensor:
-    """For each copy in the order of experts, its place in the order of (token, expert)."""
+    """For each copy of a token, ordered by expert, its index in the order of (token, expert)."""
     saved, experts = call.tensors["permutation"], experts_of(call)
     first = saved.shape[1] - INDEX * experts.active
     return _field(saved, first, experts.active, torch.int64).view(-1)
@@ -178,13 +177,13 @@ def _turned(x: Tensor, first: int, second: int) -> Tensor:
 
 
 def _senders(call: Call) -> tuple[int, int]:
-    """The ranks from which a rank receives tokens, and its experts."""
+    """(number of ranks from which a rank receives tokens, number of its experts)."""
     layout = call.model.problem.layout
     return layout.ep * layout.expert_tp, experts_of(call).count // layout.ep
 
 
 def _apart(call: Call, whole: Tensor) -> list[Tensor]:
-    """Tokens and probabilities from one buffer of bytes."""
+    """Tokens and probabilities as views of the buffer of bytes that has them one after another."""
     parts, first = [], 0
     for name in call.op.outputs:
         tensor, dtype = _tensor(call, name), call.model.dtype_of(_tensor(call, name))
@@ -224,8 +223,8 @@ def unsort_backward(call: Call) -> Tensors:
 
 
 def _runs(call: Call, rows: int) -> Iterator[tuple[str, slice]]:
-    """The runs of rows of one expert: the beginning of its parameters' names, and the rows of the
-    call.  A call may have a part of the rows of each of the tensor's blocks (`storages.Value`)."""
+    """Yield (beginning of the names of an expert's parameters, rows of the call that the expert
+    computes). A call may have only some rows of each of the tensor's blocks (`storages.Value`)."""
     shard, span, held = call.model.shapes.shard_tokens, call.span, call.model.held_experts
     blocks = rows // span.size
     each = blocks * shard // len(held)

@@ -1,12 +1,12 @@
-"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), those of experts
-(etp, ep, edp), channels of pp.
+"""A rank's coordinates and its process groups: tp, cp, dp (the ranks that share states: dp x cp),
+those of experts (etp, ep, edp), and channels of pp.
 
 The ranks of a Ulysses group are neighbours along dp; they use the dimension cp.
 
 A channel is a communicator of two stages that carries messages in one direction of one of the two
 rings (forward: to the next stage, backward: to the previous stage). NCCL runs a communicator's
-messages in the order of issue. So with a shared communicator, a send could wait forever behind a
-receive that waits for the peer's send: for example between two stages with interleaved chunks, or
+messages in the order of issue. So on a shared communicator a send could wait forever behind a
+receive that waits for the peer's send, for example between two stages with interleaved chunks, or
 between two ends that exchange the gradient of a shared embedding. The default group has no device,
 so that torch opens each communicator at its first use or in `connect`.
 """
@@ -47,8 +47,8 @@ def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinate
 
 
 def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> list[list[int]]:
-    """The groups of ranks that differ only along the given dimensions. Each group is in the order
-    of ranks, as torch orders the ranks of a communicator."""
+    """The groups of ranks that differ only along the dimensions `along`. A group lists its ranks in
+    ascending order, as torch orders the ranks of a communicator."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.gpus):
         place = coordinates(rank, layout, order)
@@ -59,7 +59,7 @@ def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> l
 
 DIMENSIONS: dict[GroupName, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
 EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
-"""The groups over which experts are spread; neighbouring ranks share the first of them."""
+"""The groups over which experts are spread, from neighbouring ranks (etp) to distant ones."""
 
 
 def state_rank(
@@ -68,8 +68,8 @@ def state_rank(
     place: Coordinates,
     along: Container[str] = DIMENSIONS["dp"],
 ) -> int:
-    """A rank's place among its peers along some dimensions (by default its state peers), in the
-    order of their communicator."""
+    """A rank's index in the communicator of the ranks that differ from it only along `along` (by
+    default the ranks that share states)."""
     sizes, number, stride = degrees(layout), 0, 1
     for name in (one for one in order if one in along):
         number += getattr(place, name) * stride
@@ -78,9 +78,8 @@ def state_rank(
 
 
 class ExpertPlace(NamedTuple):
-    """A rank's place in the expert groups of its stage: the part of its experts that it holds
-    (`etp`), the share of all experts (`ep`), and its place among the ranks that hold the same
-    (`edp`)."""
+    """A rank's place in the expert groups of its stage: which part of each of its experts it holds
+    (`etp`), which share of all experts (`ep`), its index among holders of the same (`edp`)."""
 
     etp: int
     ep: int
@@ -98,15 +97,14 @@ def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> 
 
 
 class Group(NamedTuple):
-    """A communicator: its size, this rank's place in it, and torch's handle (None: one rank)."""
+    """A communicator: its size, this rank's index in it, and torch's handle (None: one rank)."""
 
     size: int
     rank: int
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """out = every rank's rows in rank order; `part` may lie at this rank's place in `out` (NCCL
-        allows it)."""
+        """out = every rank's rows in rank order. `part` may be this rank's rows of `out`."""
         if self.handle is None:
             out.view(-1).copy_(part.reshape(-1))
             return
@@ -114,10 +112,10 @@ class Group(NamedTuple):
         self._call(partial(call, group=self.handle), out, part.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
+        """out = this rank's rows of the sum over ranks. `out` may be a part of `whole`."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
-        elif is_gloo(self.handle):  # exchange all rows and add those of every rank in rank order
+        elif is_gloo(self.handle):  # exchange the rows, then add them here in rank order
             parts = torch.empty_like(whole)
             self.all_to_all(parts, whole)
             torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
@@ -126,7 +124,8 @@ class Group(NamedTuple):
             call(out, whole.contiguous(), group=self.handle)
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> None:
-        """out = every rank's part for this rank; `whole` has a part for each, in rank order."""
+        """out = all ranks' parts for this rank; `whole` has a part for each rank. Both in rank
+        order."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
             return
@@ -152,13 +151,12 @@ def is_gloo(handle: dist.ProcessGroup | None) -> bool:
 
 
 def run_and_release(call: Callable[..., object], *tensors: Tensor) -> None:
-    """Run a collective and return when gloo's threads have released its tensors. They release the
-    tensors a moment after the collective is done; the tracker would count a freed tensor until
-    then."""
+    """Run a collective and wait until gloo's threads have released its tensors, which happens a
+    moment after the collective is done. Until then the tracker would count freed tensors."""
     holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # torch's type stubs lack it
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
-    call(*(tensor.detach() for tensor in tensors))  # a held alias holds the storage
+    call(*(tensor.detach() for tensor in tensors))  # gloo then holds aliases of the storages
     deadline = time.monotonic() + RELEASE_S
     while time.monotonic() < deadline:
         if all(holders(s) <= n for s, n in zip(storages, before, strict=True)):
@@ -175,8 +173,9 @@ class Channel(NamedTuple):
 
 
 def channels(stages: int, *, vocabulary: bool = False) -> list[Channel]:
-    """Every channel of a pipeline: both rings with their closing links. Interleaved chunks and a
-    shared embedding use the closing links. `vocabulary`: also those between any two stages."""
+    """Every channel of a pipeline: both rings with the links between the last and the first stage,
+    which interleaved chunks and a shared embedding use. `vocabulary`: also between any two
+    stages."""
     rings = [
         Channel(direction, stage, (stage + STEP[direction]) % stages)
         for direction in "fb"
@@ -189,8 +188,8 @@ def channels(stages: int, *, vocabulary: bool = False) -> list[Channel]:
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A communicator of these ranks. NCCL's communicator gets a stream of torch's high-priority
-    pool. Each pool hands out 32 streams in turn, so a stream of the normal pool could also be a
-    stream of the executor, which a message would then block."""
+    pool. A pool hands out its 32 streams in turn, so a communicator's stream from the normal pool
+    could also be a stream of the executor, which a message would then block."""
     options = None
     if dist.get_backend() == "nccl":
         options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # some builds lack it
@@ -200,7 +199,8 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 class Groups:
-    """All groups of one layout. Every process must build them, because creation is collective."""
+    """All groups of one layout. Every process must make them, because all ranks make a group
+    together."""
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ class Groups:
         experts: bool = False,
         vocabulary: bool = False,
     ) -> None:
-        """Build the groups. `experts`: also the groups over which experts are spread; `vocabulary`:
-        also the groups of stages that share a vocabulary."""
+        """`experts`: also make the groups over which experts are spread; `vocabulary`: also make
+        the groups of stages that share a vocabulary."""
         self.layout, self.order, self.rank = layout, order, rank
         self.vocabulary = vocabulary
         self.place = coordinates(rank, layout, order)
@@ -236,8 +236,8 @@ class Groups:
         self._open: set[str | Channel] = set()
 
     def _group(self, name: GroupName, groups: list[list[int]]) -> Group:
-        """This rank's group of a kind. Groups of equal ranks share a communicator only if their
-        collectives run on one stream: ranks may issue the collectives of two streams in different
+        """This rank's group of a kind. Groups of the same ranks share a communicator only if their
+        collectives run on one stream, because ranks may issue those of two streams in different
         orders."""
         mine, handle = [self.rank], None
         for ranks in groups:
@@ -260,7 +260,8 @@ class Groups:
         return found
 
     def connect(self, device: torch.device, used: Container[Channel]) -> None:
-        """Open the communicators of the groups and of the used channels, on all ranks in one order.
+        """Open the communicators of the groups and of the used channels, on all ranks in the same
+        order.
 
         NCCL opens a communicator at its first use and blocks the host until the peers do the same.
         This must not happen inside a step. Each communicator costs memory, so an unused channel

@@ -1,13 +1,13 @@
-"""Heads of attention: a piece of a rank's, and their order under Ulysses.
+"""Heads of attention: pieces of a rank's heads, and the order of heads under Ulysses.
 
 Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
 the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
 the order of heads a rank has all rows with its part of the heads: (ranks rows) x (heads of a rank
-head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
-shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
+head_dim), the rows of rank 0 first. So a row of a rank stands for the same row of every peer, and a
+share of rows means the same in both orders. With fewer KV heads than ranks, each head goes to
 several ranks, and the gradients of its copies are summed.
 
-Attention over slices of heads (Untied Ulysses, arXiv 2602.21196) works on a piece of them.
+Attention over slices of heads (Untied Ulysses, arXiv 2602.21196) works on one piece at a time.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ SPLIT = ("q", "k", "v")
 
 
 class Heads(NamedTuple):
-    """Piece `number` of the heads that each of `ranks` has under Ulysses: its query heads are cut
-    into `slices` pieces, its KV heads into `keys`.  If KV heads are few, pieces share them."""
+    """Piece `number` of a rank's heads: each of the `ranks` of Ulysses cuts its query heads into
+    `slices` pieces and its KV heads into `keys`. With fewer KV pieces, several pieces share one."""
 
     number: int
     slices: int
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
         return self.keys if name[0] in "kv" else self.slices
 
     def parts(self, name: str, whole: Tensor, dim: int) -> list[Tensor]:
-        """Views of the piece, a view for each rank, in a tensor with all heads along `dim`."""
+        """Views of the piece's heads, one for each rank, in a tensor with all heads along `dim`."""
         pieces = self.pieces(name)
         if pieces == 1:
             return [whole]
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
 def put(target: Tensor, made: Tensor, heads: Heads | None) -> None:
     """Copy a result into a tensor. With `heads`, the result has the columns of one piece of heads,
-    and only these columns are filled."""
+    and only these columns of the tensor are filled."""
     parts = heads.parts("attn_out", target, -1) if heads else [target]
     for part, some in zip(parts, made.chunk(len(parts), -1), strict=True):
         part.copy_(some.reshape(part.shape))

@@ -19,7 +19,8 @@ def _sub_keys(call: Call, values: Tensor) -> Tensor:
 
 
 def _memory_keys(call: Call) -> Tensors:
-    """The rows with the best sums of two sub-keys, and the softmax of their scores."""
+    """The chosen rows of the table, those with the largest sums of two sub-keys' scores, and the
+    softmax of these sums."""
     given, keys = _given(call), _sub_keys(call, call.parameter("memory_keys").value)
     query = call.input().view(-1, given.heads, 2, keys.shape[-1])
     scores, at = torch.einsum("thsd,hsnd->thsn", query, keys).topk(given.top)
@@ -31,7 +32,7 @@ def _memory_keys(call: Call) -> Tensors:
 
 
 def _chosen_keys(call: Call) -> tuple[tuple[Tensor, int, Tensor], ...]:
-    """For each half the (heads, half, sub-keys) of the rows that were chosen."""
+    """For each half of the keys: the indices (head, half, sub-key) of the chosen rows."""
     given, rows = _given(call), call.tensors["memory_rows"]
     by_head = rows.view(rows.shape[0], given.heads, -1)
     heads = torch.arange(given.heads, device=rows.device)[None, :, None].expand_as(by_head)

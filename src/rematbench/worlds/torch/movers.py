@@ -1,6 +1,5 @@
 """Actions that move storages and compute nothing (ALLOC, SPLIT, JOIN, D2H, H2D, FREE), and AdamW on
-states in host memory, which runs on a separate thread.
-"""
+states in host memory, which runs on a separate thread."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
 )
-from rematbench.engine.program.storage import Role, Storage
+from rematbench.engine.program.storage import SHARED, Role, Storage
 from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.parameters import HostShard, Parameter
@@ -39,7 +38,7 @@ from rematbench.worlds.torch.streams import Mark, Streams
 
 
 class PendingUpdate(NamedTuple):
-    """An update in progress, which readers of the weights wait for."""
+    """An update in progress. Actions that read the weights wait for it."""
 
     future: Future[None]
 
@@ -48,7 +47,7 @@ class PendingUpdate(NamedTuple):
 
 
 class HostUpdates:
-    """Runs updates one by one on one thread; each update waits for the events before it."""
+    """Runs updates one by one on a thread; an update waits for the events issued before it."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -72,7 +71,7 @@ class HostUpdates:
             self.latest.wait()
 
     def attach(self, mark: Mark) -> None:
-        """Make an event complete only when the latest update is done."""
+        """Make an event complete only after the latest update."""
         if self.latest is not None:
             mark.messages.append(self.latest)
 
@@ -92,7 +91,7 @@ def _host(parameter: Parameter) -> HostShard:
 
 
 class Form(NamedTuple):
-    """The dtype, shape and shard rows of a tensor that was split."""
+    """The dtype and shape of a tensor that was split, its first shard row and number of rows."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -129,8 +128,8 @@ class Movers:
             self.memory.put(span.key(alloc.storage), Value(data, 0, self.model.shapes.shard_tokens))
 
     def _alloc_gradients(self, action: Action, span: Span) -> None:
-        """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
-        buffer until it is freed after their update."""
+        """Allocate a buffer of zeros for a unit's gradients. The unit's parameters have ranges of
+        the buffer as their gradients until the buffer is freed after their update."""
         (alloc,) = action.allocs
         among = self.model.unit_parameters(span.chunk, action.part)
         parameters = [one for one in among if one.spec.trained]
@@ -145,26 +144,22 @@ class Movers:
             parameter.grad_flat = part
         self.memory.put(span.key(alloc.storage), Value(buffer))
 
-    def _drop_ranges(self, key: Key) -> None:
-        """Drop the parameters' ranges of a buffer of gradients or weights that is being freed."""
-        storage, _, chunk = key
-        if storage.role is Role.WEIGHTS:
-            self.model.unit_states[chunk][storage.part].drop_weights()
-        if storage.role is Role.WEIGHT_GRADIENTS:
-            for parameter in self.model.unit_parameters(chunk, storage.part):
-                parameter.grad_flat = parameter.grad_flat.new_empty(0)
-
     def _activation(self, storage: Storage, span: Span) -> Activation:
         unit = self.model.units[span.chunk].get(storage.part)
-        if unit is None:  # the chunk's output is the input of the layer after its last
+        if unit is None:  # the output of the chunk belongs to the layer after its last
             return self.model.chunks[span.chunk].boundary
         return unit.table.activations[storage.tensor]
 
     def split(self, action: Action, span: Span) -> None:
-        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, otherwise bytes."""
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, this rank's rows if
+        its tensor-parallel peers keep the rest, otherwise bytes."""
         name = action.reads[0]
         whole = self.memory[span.key(name)]
         data = whole.data
+        if action.allocs[0].storage.rows == SHARED:
+            own = data.chunk(self.model.problem.layout.tp)[self.model.tp_rank].clone()
+            self.memory.put(span.key(action.allocs[0].storage), Value(own))
+            return
         self.forms[span.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
         total = sum(alloc.nbytes for alloc in action.allocs)
         if total == data.numel() * data.element_size():
@@ -185,7 +180,7 @@ class Movers:
         for alloc in allocs:
             count, odd = divmod(alloc.nbytes, row_bytes)
             if odd:
-                raise ExecutionError(f"{alloc.storage}: {alloc.nbytes} bytes are no whole rows")
+                raise ExecutionError(f"{alloc.storage}: {alloc.nbytes} bytes are not whole rows")
             part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
             self.memory.put(span.key(alloc.storage), Value(part, first, count))
             first += count
@@ -204,17 +199,17 @@ class Movers:
         self.memory.put(span.key(name), whole)
 
     def _join_rows(self, whole: Value, parts: list[Value], name: Storage) -> None:
-        """Write the parts into the whole: rebuilt rows come last; kept rows overwrite them."""
+        """Write the parts into the whole tensor: the rebuilt rows, then the kept rows over them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
         held = _rows_held(parts)
         if held != whole.count:
-            raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
+            raise ExecutionError(f"{name}: its parts have {held} of {whole.count} rows")
 
     def to_host(self, action: Action, span: Span) -> None:
-        """Copy a storage into the host pool, or gradients into the host buffers of an update that
-        runs on the host."""
+        """Copy a storage into the host pool, or gradients into the buffers of an update on the
+        host."""
         if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_host(action, span, self.memory, self.streams)
             return
@@ -229,7 +224,7 @@ class Movers:
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
             block = self.host.take(span.key(alloc.storage), nbytes)
-        if self.tracker is not None and self.host.pinned:  # the block itself stays in its pool
+        if self.tracker is not None and self.host.pinned:  # the pool keeps the block itself
             if block.fresh:
                 self.tracker.exclude([block.data])
             self.tracker.count_host_bytes(block.nbytes)
@@ -242,8 +237,8 @@ class Movers:
         self.memory.put(span.key(alloc.storage), Value(copy, source.first, source.count))
 
     def _add_on_host(self, action: Action, span: Span) -> None:
-        """Copy this rank's range of a unit's gradients to the host, which adds it to its sums. The
-        copy waits until the range of the last micro-batch is added."""
+        """Copy this rank's range of a unit's gradients to the host, whose thread adds it to the
+        sums. The copy waits until the thread has added the range of the previous micro-batch."""
         for storage in action.reads:
             states = self.model.unit_states[span.chunk][storage.part]
             assert states.arrival is not None
@@ -255,7 +250,7 @@ class Movers:
             states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
 
     def to_device(self, action: Action, span: Span) -> None:
-        """Reload a storage into new memory or a staging slot, or copy updated weights."""
+        """Reload a storage into new memory or a staging slot, or bring updated weights back."""
         if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_device(action, span, self.memory, self.streams)
             return
@@ -264,7 +259,12 @@ class Movers:
                 self.streams.run(action.stream, _copy(one.own_value, _host(one).value))
             return
         if action.op == SHARD_UP:
-            self._shard_up(action, span)
+            states = self.model.unit_states[span.chunk][action.part]
+            with self.streams.storage_pool():
+                whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
+            self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
+            self.memory.put(span.key(action.allocs[0].storage), Value(whole))
+            states.lend_weights(whole)
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
@@ -274,21 +274,12 @@ class Movers:
             with self.streams.storage_pool():
                 data = torch.empty_like(source.data, device=self.model.device)
         host = source.data
-        fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
+        fresh = None if alloc.slot else data  # the last tensor in a slot may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(span.key(alloc.storage), Value(data, source.first, source.count))
 
-    def _shard_up(self, action: Action, span: Span) -> None:
-        """Copy this rank's range of a unit's weights from the host to a new buffer of the unit."""
-        states = self.model.unit_states[span.chunk][action.part]
-        with self.streams.storage_pool():
-            whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
-        self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
-        self.memory.put(span.key(action.allocs[0].storage), Value(whole))
-        states.lend_weights(whole)
-
     def move_to_slots(self, action: Action, span: Span) -> None:
-        """Move an action's outputs into the staging slots that the plan names for them."""
+        """Move an action's outputs into the staging slots that the plan gives them."""
         for alloc in action.allocs:
             if alloc.slot and span.key(alloc.storage) not in self.slots.holder:
                 value = self.memory[span.key(alloc.storage)]
@@ -298,7 +289,12 @@ class Movers:
                 value.data = data
 
     def free(self, key: Key) -> None:
-        self._drop_ranges(key)
+        storage, _, chunk = key
+        if storage.role is Role.WEIGHTS:
+            self.model.unit_states[chunk][storage.part].drop_weights()
+        if storage.role is Role.WEIGHT_GRADIENTS:
+            for parameter in self.model.unit_parameters(chunk, storage.part):
+                parameter.grad_flat = parameter.grad_flat.new_empty(0)
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:
@@ -308,7 +304,7 @@ class Movers:
 
 
 def _rows_held(parts: list[Value]) -> int:
-    """The number of distinct rows in the parts, from their first rows and counts."""
+    """The number of distinct rows in the parts."""
     held, end = 0, 0
     for first, stop in sorted((part.first, part.first + part.count) for part in parts):
         held += max(0, stop - max(first, end))

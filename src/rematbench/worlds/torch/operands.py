@@ -30,7 +30,7 @@ from rematbench.worlds.torch.storages import Span
 
 class Read(NamedTuple):
     """A tensor that an operator reads: its name in the operator and its storage. `whole`: the
-    operator reads the whole storage (a gathered copy) in place of the action's rows."""
+    operator reads the whole storage (a gathered copy) instead of the action's rows."""
 
     name: str
     storage: Storage
@@ -38,11 +38,11 @@ class Read(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operator of one action on a chunk, and its storages.
+    """The operator of one action on a chunk, and the storages that it reads and writes.
 
     `places`: output -> (storage, whether the storage is new). For a backward: `incoming` are the
     gradients of the outputs, `fresh` the new storages of gradients by input, `part` the storage of
-    a gradient that is still to be summed over ranks, `adding` the gradients into which the other
+    a gradient that must still be summed over ranks, `adding` the storages to which further input
     gradients are added, in order. `context`: the keys and values of earlier slices, in order.
     """
 
@@ -58,7 +58,7 @@ class Operands(NamedTuple):
 
 
 class Names:
-    """The operands by action and chunk, each computed once."""
+    """The operands of each action of a chunk, computed at the first use and kept."""
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class Names:
 
     def of(self, action: Action, chunk: int) -> Operands:
         known = self.known.get((id(action), chunk))
-        if known is None:  # the action is kept too, so that its id stays unique
+        if known is None:  # the action is kept too, so that no other action gets its id
             known = self.known[id(action), chunk] = action, self._found(action, chunk)
         return known[1]
 
@@ -84,7 +84,7 @@ class Names:
         inputs = {name: ops.storage(unit, unit.table.of_gradient(name)) for name in op.inputs}
         own = {storage.whole for storage in inputs.values()}
         gradient = attrgetter("is_gradient")
-        incoming = tuple(  # they precede the saved tensors and the gradients that are added to
+        incoming = tuple(  # in an action's reads they precede all other storages
             takewhile(lambda one: one.is_gradient and one.whole not in own, action.reads)
         )
         return Operands(
@@ -101,8 +101,8 @@ class Names:
 
 
 def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
-    """An attention's action without the tensors of other slices and the gradients of keys and
-    values, and the keys and values of earlier slices by name."""
+    """(an attention's action without the tensors of other slices and the gradients of keys and
+    values, the keys and values of earlier slices by name)."""
     number = slice_of(action)
     context: dict[str, list[Storage]] = {}
     for each in action.reads:
@@ -120,16 +120,16 @@ def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:
-    """The activations that an action reads. A forward reads its inputs, a backward the saved
-    tensors; an all-reduce reads the statistics of the loss between vocabulary shards."""
+    """The activations that an action reads: the inputs for a forward, the saved tensors for a
+    backward, and the softmax statistics of the loss for an all-reduce over vocabulary shards."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return op.inputs
     return op.saves if action.kind is not Kind.ALL_REDUCE else (SAVED[op.name],)
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
-    """The tensors that an action's operator reads. A gathered copy replaces a single input, or it
-    has several tensors and is read beside the others (attention reads its queries too)."""
+    """The tensors that an action's operator reads. A gathered copy replaces the operator's only
+    input; or it holds several inputs, next to which attention reads its queries."""
     there = {each.whole: each for each in action.reads if not each.is_gradient}
     names = _wants(action, op) or op.inputs
     found = {
@@ -150,7 +150,6 @@ def _places(
     new: dict[Storage, Storage],
     part: Storage | None,
 ) -> dict[str, tuple[Storage, bool]]:
-    """The storages of the outputs: new storages, or rows of storages that exist."""
     places: dict[str, tuple[Storage, bool]] = {}
     for output, storage in outputs.items():
         if fresh := new.get(storage) or part:
@@ -164,10 +163,10 @@ Tensors = dict[str, Tensor]
 
 
 class Call(NamedTuple):
-    """One call of an operator. A call has a span, the tensors by activation name, the gradients of
-    the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
-    gradients are views of their storages, so that writes into them persist. `wide`: packed weights
-    that are widened, by name. `heads`: the piece of heads that it computes."""
+    """One call of an operator: its span, the tensors by activation name, the gradients of the
+    outputs in order, and the names of the wanted outputs. `grads_are_views`: the gradients are
+    views of their storages, so that writes into them persist. `wide`: packed weights by name, as
+    values of the compute precision. `heads`: the piece of heads that the call computes."""
 
     model: RankModel
     unit: Unit
@@ -195,7 +194,8 @@ class Call(NamedTuple):
         return self.heads.of(name, whole, 0) if self._split(name) and self.heads else whole
 
     def sums(self, name: str) -> list[Tensor]:
-        """The sum of a weight's gradients; for a piece of heads, the rows of the piece by rank."""
+        """A weight's gradient sums; for a piece of heads, a view of the piece's rows for each
+        rank."""
         whole = self.parameter(name).grad
         return self.heads.parts(name, whole, 0) if self._split(name) and self.heads else [whole]
 
@@ -211,8 +211,8 @@ class Call(NamedTuple):
         return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def input(self) -> Tensor:
-        """The operator's single input; for a linear with quantised operands, the values that its
-        quantised copy stands for."""
+        """The operator's only input. If the input is stored as a quantised copy, the result has the
+        values that the copy stands for."""
         name = self.op.inputs[0]
         x, source = self.tensors[name], self.unit.table.activations[name].copy_of
         if source:
@@ -231,13 +231,12 @@ class Call(NamedTuple):
         return self.span.micro_batch, self.span.chunk, self.unit.prefix, name
 
     def narrowed(self, x: Tensor, *, weight: bool = False) -> Tensor:
-        """An operand, rounded to its quantised form if the operator multiplies quantised
-        operands."""
+        """x, rounded to its quantised form if the operator multiplies quantised operands."""
         return quantised.narrowed(x, self.recipe, weight=weight) if self.op.narrow else x
 
     def weight(self, name: str) -> Tensor:
-        """The weight `name` as products read it: rounded to its quantised form, or widened if
-        packed."""
+        """The weight `name` as products read it: rounded to its quantised form, or in compute
+        precision if it is packed."""
         parameter = self.parameter(name)
         if not parameter.spec.packing:
             return self.narrowed(self.value(name), weight=True)
@@ -245,7 +244,7 @@ class Call(NamedTuple):
         return self._piece(name, self.widened((name,)).wide[name] if known is None else known)
 
     def widened(self, names: Sequence[str]) -> "Call":
-        """The call with the packed weights `names` widened into one matrix."""
+        """The call with the packed weights `names` in compute precision, in one buffer."""
         found = {name: self.parameter(name) for name in names}
         sizes = [one.shape.numel() for one in found.values()]
         whole = self.model.where.new_empty(sum(sizes), dtype=self.model.dtype)
@@ -253,7 +252,8 @@ class Call(NamedTuple):
         return self._replace(wide={name: one.widened(part) for (name, one), part in parts})
 
     def opened(self, names: Sequence[str]) -> "Call":
-        """The call, with the packed weights of a fused linear widened into one matrix."""
+        """The call; if the stack fuses linears and all weights `names` are packed, with these
+        widened in one buffer."""
         fused = self.model.problem.system.kernels.fused_linears
         opens = fused and all(self.parameter(name).spec.packing for name in names)
         return self.widened(names) if opens else self
@@ -270,8 +270,8 @@ def _absent(call: Call) -> NoReturn:
 
 
 class Operator(NamedTuple):
-    """The functions of an operator: they compute its outputs, the gradients of its inputs, and the
-    gradients of its weights, which they accumulate.  A pass that it lacks raises KeyError."""
+    """The functions of an operator: `forward` computes its outputs, `backward` the gradients of its
+    inputs, and `weight` adds to the gradients of its weights. Missing functions raise KeyError."""
 
     forward: Callable[[Call], Tensors]
     backward: Callable[[Call], Tensors] = _absent

@@ -1,4 +1,4 @@
-"""The operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
+"""The operators of the plan vocabulary on one rank, by name: how each computes its passes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
@@ -19,12 +19,12 @@ COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
     *("join", "predict_head", "memory_query", "memory_gate"),
 )
-"""The column-parallel operators, and the narrow projections, which no rank splits. Each output has
-a weight of its own, so no output is a view of another."""
+"""The column-parallel operators, and narrow projections that every rank computes whole. Each output
+has its own weight, so that no output is a view of another."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
-"""The products with the first matrix of an adapter; the linear adds those with the second."""
+"""The products with an adapter's first matrix; the linear adds those with its second matrix."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
 
 
@@ -32,7 +32,7 @@ SUMS = ("attn_add", "mlp_add", "shared_add")
 
 
 def _whole_sequences(heads: Tensor, ranks: int, batch: int) -> Tensor:
-    """(ranks batch part) x columns -> (batch sequence) x columns."""
+    """(ranks batch part) x columns -> (batch sequence) x columns, with whole sequences."""
     parts = heads.view(ranks, batch, -1, heads.shape[-1])
     return parts.transpose(0, 1).reshape(-1, heads.shape[-1])
 
@@ -56,8 +56,8 @@ def _columns(call: Call, x: Tensor) -> Tensor:
 
 
 def _in_order(slices: Tensor, order: list[int]) -> Tensor:
-    """A new tensor, batch x slices x ..., with the slices in the given order.  It is made of views:
-    an index tensor would need a blocking copy to a GPU in every call."""
+    """A new tensor, batch x slices x ..., with the slices in the given order. It concatenates
+    views: an index tensor would need a blocking copy to a GPU in every call."""
     return torch.cat([slices[:, place : place + 1] for place in order], 1)
 
 
@@ -78,7 +78,7 @@ def _whole_kv(call: Call, name: str) -> Tensor:
 
 
 def _to_ranks(call: Call, grad: Tensor) -> Tensor:
-    """The gradient of whole keys or values, as the ranks' rows one after another."""
+    """The gradient of whole keys or values, flat, with the rows of each rank one after another."""
     shape, cp = call.model.attention, call.model.problem.layout.cp
     parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
     positions = sorted(range(2 * cp), key=slice_order(cp).__getitem__)
@@ -87,7 +87,6 @@ def _to_ranks(call: Call, grad: Tensor) -> Tensor:
 
 
 def _shape(call: Call) -> attn.Shape:
-    """The shape of a rank's attention, or of a piece of its heads."""
     shape = call.model.attention
     if call.heads is None:
         return shape
@@ -96,7 +95,7 @@ def _shape(call: Call) -> attn.Shape:
 
 
 def _of_heads(call: Call, x: Tensor) -> Tensor:
-    """The columns of a piece of heads, from a tensor that has the columns of all heads."""
+    """The columns of the call's piece of heads, from a tensor with the columns of all heads."""
     whole = call.heads is not None and call.op.outputs[0] == "attn_out"
     return call.heads.of("attn_out", x, 1) if whole and call.heads else x
 
@@ -140,7 +139,7 @@ def attention_backward(call: Call) -> Tensors:
 
 
 def _norm(call: Call) -> Tensors:
-    """A norm of rows, or of each head; RoPE follows the norms of heads."""
+    """A norm of rows or of single heads. Norms of heads also apply RoPE."""
     weight, bias = call.parameter(call.op.name).value, call.bias(call.op.name)
     x = call.input()
     groups = x.view(-1, weight.shape[0])
@@ -157,8 +156,8 @@ def _norm(call: Call) -> Tensors:
 
 
 def _split(group: Group, x: Tensor) -> tuple[int, Callable[[Tensor], None]]:
-    """(the number of columns of a whole row, the sum over the group in place). Each rank of the
-    group has as many columns as `x`."""
+    """(columns of a whole row, function that sums over the group in place). Each rank of the group
+    has as many columns as `x`."""
     return group.size * x.shape[-1], group.all_reduce
 
 
@@ -195,19 +194,19 @@ def _weights(call: Call) -> list[tuple[str, str]]:
 
 
 NAMED = {"lm_head": "lm_head", "predict_head": "lm_head", "join": "join"}
-"""Operators whose weight does not have the name of their output."""
+"""The weights of operators whose weight does not have the name of their output."""
 
 
 def _side(call: Call) -> Tensor:
-    """The operator's input. If the input holds the columns of the decoder and of a prediction, the
-    operator reads its own half, unless a gather has selected it already."""
+    """The operator's input. If the input has the columns of the decoder and of a prediction, it is
+    the operator's half, unless a gather has selected this half already."""
     x, side = call.input(), call.model.sides.get(call.op.name)
     return x if side is None or x.shape[-1] == call.model.kind.hidden else x[:, side]
 
 
 def _whole_side(call: Call, dx: Tensor) -> Tensor:
     """The gradient of the whole input, zero in the columns that the operator does not read. Under
-    tensor parallelism the reduce-scatter fills in these columns."""
+    tensor parallelism the reduce-scatter adds these columns."""
     side = call.model.sides.get(call.op.name)
     if side is None or call.model.problem.layout.tp > 1:
         return dx
@@ -218,7 +217,7 @@ def _whole_side(call: Call, dx: Tensor) -> Tensor:
 
 def _column(call: Call) -> Tensors:
     x, found = _side(call), Tensors()
-    adds = call.model.column == 0  # one of the ranks that sum adds the bias
+    adds = call.model.column == 0  # of the ranks whose outputs are summed, one adds the bias
     call = call.opened([name for _, name in _weights(call)])
     for out, name in _weights(call):
         if out in call.wanted:
@@ -228,8 +227,8 @@ def _column(call: Call) -> Tensors:
 
 
 def _drop(call: Call) -> Tensors:
-    """An adapter's input without a share of it, and the mask, which follows from the places of its
-    elements, so that a recomputation finds it again."""
+    """An adapter's input with dropout, and the mask of kept elements. The mask depends only on the
+    positions of elements, so that a recomputation gives the same mask."""
     x, rate = call.input(), call.model.problem.workload.lora_dropout
     rows, columns = call.rows(call.model.where), torch.arange(x.shape[1], device=x.device)
     keep = arithmetic.kept(rows, columns, rate)
@@ -242,7 +241,8 @@ def _drop_backward(call: Call) -> Tensors:
 
 
 def _adapter(call: Call, name: str) -> str:
-    """The adapter of a linear by the local name of its weight; empty if it has none."""
+    """The operator input that holds an adapter's first product, for the linear whose weight has
+    this local name; empty without an adapter."""
     target = next((t for t, weight in ADAPTED.items() if weight == name), name)
     low = f"lora_{target}"
     return low if low in call.op.inputs else ""
@@ -280,14 +280,14 @@ def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
 
 
 def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE if the operator rotates `name`: RoPE is a part of the qkv operator, or of the
-    norms of queries and keys."""
+    """x after RoPE if `name` is q or k and their operator rotates it. With norms of queries and
+    keys, these norms rotate instead."""
     rotates = name in ("q", "k") and not call.model.kind.qk_norm
     return _rotated(call, x, inverse=inverse) if rotates else x
 
 
 def _rotated(call: Call, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE, if the model has it; of heads of latent attention the last columns."""
+    """x after RoPE if the model has it; in latent attention on the last columns of each head."""
     model, latent = call.model, call.model.kind.latent
     if model.kind.position != "rope":
         return x
@@ -326,13 +326,13 @@ def _join_backward(call: Call) -> Tensors:
 
 
 def _column_gradients(call: Call) -> Iterator[tuple[str, Tensor]]:
-    """(weight, gradient of the operator's output), in the order of the outputs."""
+    """Yield (weight, gradient of the operator's output), in the order of the outputs."""
     return ((name, grad) for (_, name), grad in zip(_weights(call), call.grads, strict=True))
 
 
 def _column_backward(call: Call) -> Tensors:
-    """Return the input gradient. If RoPE has rotated an output, the rotation of its gradient is
-    undone in place, because the weight gradient reads this storage next."""
+    """The input gradient. If RoPE has rotated an output, the rotation of its gradient is undone in
+    place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
     x, gradients = call.op.inputs[0], list[tuple[str, Tensor]]()
     if _differentiable(call, x):
@@ -356,7 +356,7 @@ def _column_weight(call: Call) -> None:
 
 
 def _row(call: Call) -> Tensors:
-    """This rank's partial sum; one rank of the group adds the bias."""
+    """This rank's part of a sum over ranks; only the first rank adds the bias."""
     bias = call.bias(call.op.name) if call.model.tp_rank == 0 else None
     out = call.linear(call.input(), call.op.name, bias)
     return {call.op.outputs[0]: _adapted(call, call.op.name, out)}
@@ -374,7 +374,7 @@ def _row_weight(call: Call) -> None:
 
 
 def _quantise(call: Call) -> Tensors:
-    """The quantised copy of a linear's input; its scale, if it has one, stays with the model."""
+    """The quantised copy of a linear's input. A scale of the whole tensor is kept in the model."""
     (out,) = call.op.outputs
     data, call.model.scales[call.scale_key(out)] = quantised.packed(call.input(), call.recipe)
     return {out: data}
@@ -384,8 +384,8 @@ def _quantise(call: Call) -> Tensors:
 
 
 SUM_PIECES = 16
-"""Pieces in which a sum is computed whose result is dropped. Recomputation ends with the layer's
-output, and the ledger has no whole tensor for it."""
+"""Pieces in which a sum is computed whose result is dropped. A recomputation that ends with the
+layer's output computes such a sum, and the ledger has no whole tensor for it."""
 
 
 def _residual(call: Call) -> Tensors:

@@ -1,8 +1,8 @@
-"""Weights in 4 and 8 bits that do not train: codes, scales and zeros in the bytes of their format.
+"""Weights of 4 and 8 bits that do not train: codes, scales and zeros in the bytes of their format.
 
 A weight is cut into blocks along its rows, as bitsandbytes and AutoGPTQ cut it (functional.py,
-quantize_4bit; qlinear_cuda_old.py), and is widened whole, into a matrix of the compute precision,
-for each product.  Values are rounded to the nearest code.  Deviations: scales in 8 bits have no
+quantize_4bit; qlinear_cuda_old.py). For each product the whole weight is widened into a matrix of
+the compute precision. Values are rounded to the nearest code. Deviations: scales of 8 bits have no
 offset (bitsandbytes subtracts their mean), and codes of GPTQ are not fitted to data.
 """
 
@@ -31,8 +31,8 @@ def nbytes(count: int, packing: Packing) -> int:
 
 
 def _sizes(count: int, packing: Packing) -> tuple[int, int, int, int]:
-    """Bytes of the fp32 scales of scales, of scales, of zeros and of codes, which lie in this
-    order, so that each starts at a multiple of its width."""
+    """Bytes of the fp32 scales of scales, the scales, the zeros and the codes, which lie in this
+    order, so that each begins at a multiple of its width."""
     blocks = ceil(count / packing.block)
     nested = 4 * ceil(blocks / packing.nested) if packing.nested else 0
     zeros = ceil(blocks * packing.bits / 8) if packing.zeros else 0
@@ -68,7 +68,7 @@ def packed(weight: Tensor, name: str) -> Tensor:
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    """Blocks x size, the last one filled with zeros."""
+    """blocks x size elements; the last block is filled up with zeros."""
     if x.numel() % size == 0:
         return x.view(-1, size)
     whole = x.new_zeros(ceil(x.numel() / size) * size)
@@ -77,7 +77,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _packed_scales(scales: Tensor, packing: Packing) -> tuple[list[Tensor], Tensor]:
-    """The packed bytes of scales, and the rounded scales that they hold."""
+    """(the bytes of scales, the scales as these bytes round them)."""
     if packing.nested:
         groups = _blocks(scales, packing.nested)
         tops = groups.amax(1)
@@ -94,7 +94,7 @@ def _nested(codes: Tensor, tops: Tensor, packing: Packing) -> Tensor:
 
 
 def _together(codes: Tensor, bits: int) -> Tensor:
-    """Codes in bytes; two codes of 4 bits share a byte."""
+    """Codes as bytes; two codes of 4 bits share a byte."""
     if bits == 8:
         return codes
     pairs = _blocks(codes, 2)

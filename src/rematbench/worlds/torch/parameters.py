@@ -2,11 +2,11 @@
 
 Each parameter is drawn whole in float64 by its own generator (from seed and name), and the rank
 keeps its shard. Storages are flat. Under ZeRO-1 they are padded to a multiple of the state shards,
-so that a ZeRO shard is a contiguous range of every parameter; `unit_states` has ZeRO 2 and 3.
+so that a ZeRO shard is a contiguous range of every parameter; for ZeRO 2 and 3 see `unit_states`.
 
-A draw cannot be split: a generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
-parameters. So several threads draw parameters ahead of the loop that makes them in order. Each
-parameter has its own generator, so concurrent draws give the same bits.
+One draw cannot be split: a generator takes 20 ns per element, 19 CPU seconds for 0.9 billion
+parameters. So several threads draw parameters before they are used. Each parameter has its own
+generator, so concurrent draws give the same bits.
 """
 
 import hashlib
@@ -29,17 +29,16 @@ from rematbench.worlds.torch.packed import packed, widen
 INIT_STD = 0.05
 HEAD_NORMS = ("q_norm", "k_norm")
 PIECE = 1 << 22
-"""Elements of a gradient that are widened at one time."""
+"""Elements of a gradient that are converted to float64 at one time."""
 
 
 class ParameterSpec(NamedTuple):
-    """A whole parameter. `split` is the dimension that tensor parallelism splits (None:
-    replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding),
-    `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
-    routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
-    some ranks hold. `trained`: it has a gradient and states. `columns`: the dimension that the
-    ranks of a matrix's other side split. `packing`: the format of its bytes (empty: compute
-    precision)."""
+    """A whole parameter. `split`: the dimension that tensor parallelism splits (None: replicated).
+    `rows`: the number of rows after padding (of a vocabulary; 0: no padding). `own_rows`: a
+    tensor-parallel rank has only the gradient of its own tokens (norms and routers). `mean`: the
+    mean of its initial values. `expert`: it belongs to an expert, which only some ranks hold.
+    `trained`: it has a gradient and states. `columns`: the second dimension that ranks split (None:
+    none). `packing`: the format of its bytes (empty: compute precision)."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,9 +68,9 @@ class AdamW(NamedTuple):
 
 
 LINEAR = AdamW(lr=1.0, eps=1.0)
-"""AdamW with an epsilon above every gradient, so that an update is linear in the gradient.  With a
-small epsilon the first update is the gradient's sign, and the rounding of a gradient near zero is a
-whole step of its weight."""
+"""AdamW with an epsilon above every gradient, so that an update is linear in the gradient. With a
+small epsilon the first update is the gradient's sign, so the rounding of a gradient near zero
+changes its weight by a whole step."""
 
 
 ALL = Trained()
@@ -85,9 +84,9 @@ def unit_specs(
     experts: range | None = None,
     work: Trained = ALL,
 ) -> dict[str, ParameterSpec]:
-    """The parameters of the embedding, the head or a layer, by local name. `vocab` is the padded
-    vocabulary; of a layer's experts only those in `experts` (None: all). With adapters, which only
-    layers have, nothing else trains."""
+    """The parameters of the embedding, the head or a layer, by local name. `vocab`: the padded
+    vocabulary. `experts`: the experts whose parameters are listed (None: all). With adapters, which
+    only layers have, nothing else trains."""
     specs = _model_specs(model, part, layer, vocab, experts)
     if not work.lora_rank:
         return specs
@@ -122,7 +121,7 @@ def _adapter_specs(
 
 
 ADAPTED = {"o": "proj", "gate": "gate_out", "up": "up_out", "down": "fc2"}
-"""The local names of linears, by the names that adapters have for them."""
+"""The local names of linears by the names of their adapters."""
 
 
 def _model_specs(
@@ -175,9 +174,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
 
 
 def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, ParameterSpec]:
-    """The parameters that a layer which predicts one more token has besides a decoder layer's: the
-    final norm, norms of the tensors that it joins and of its output, the linear that joins them,
-    and the model's embedding."""
+    """The parameters that a layer which predicts one more token has besides those of a decoder
+    layer: the final norm, the norms of its inputs and of its output, the linear that joins the
+    inputs, and the model's embedding."""
     specs = _norm_specs(model, "final_norm", "final_norm")
     for norm in ("next_norm", "hidden_norm", "predict_norm"):
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
@@ -186,7 +185,7 @@ def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, Parame
 
 
 def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
-    """A norm over `width` columns (0: a head's, or the hidden ones)."""
+    """A norm over `width` columns (0: head_dim for the norms of heads, else the hidden size)."""
     width = width or (model.head_dim if local in HEAD_NORMS else model.hidden)
     specs = {local: ParameterSpec(f"{name}.weight", (width,), own_rows=True, mean=1.0)}
     if model.norm == "layernorm":
@@ -195,7 +194,6 @@ def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str
 
 
 def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
-    """The norms of a layer, and the linears of its attention."""
     specs: dict[str, ParameterSpec] = {}
     norms = ["attn_norm", "mlp_norm"]
     if model.post_norm:
@@ -236,8 +234,8 @@ def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, Paramet
 def _linear_specs(
     prefix: str, local: str, shape: tuple[int, int], split: int, *, bias: bool, expert: bool = False
 ) -> dict[str, ParameterSpec]:
-    """The weight and bias of a linear. Tensor parallelism splits its outputs (`split` 0) or its
-    inputs (1)."""
+    """The weight and bias of a linear. Tensor parallelism splits outputs (`split` 0) or inputs
+    (1)."""
     specs = {local: ParameterSpec(f"{prefix}.{local}.weight", shape, split, expert=expert)}
     if bias:
         whole = None if split else 0
@@ -259,7 +257,7 @@ def _mlp_specs(
 
 
 def _memory_specs(model: Model, given: Memory, prefix: str) -> dict[str, ParameterSpec]:
-    """The linears and keys of a memory layer, and the table, which all such layers share."""
+    """The linears and keys of a memory layer, and the table of values that all of them share."""
     hidden, half = model.hidden, given.key_dim // 2
     shapes = {
         "memory_query": (given.heads * given.key_dim, hidden),
@@ -275,7 +273,7 @@ def _memory_specs(model: Model, given: Memory, prefix: str) -> dict[str, Paramet
 def _expert_specs(
     model: Model, experts: Experts, prefix: str, held: range
 ) -> dict[str, ParameterSpec]:
-    """The router, the experts `held`, and the MLP that every token passes."""
+    """The router, the experts `held`, and the shared MLP, through which every token passes."""
     shape = (experts.count, model.hidden)
     specs = {"router": ParameterSpec(f"{prefix}.router.weight", shape, own_rows=True)}
     if experts.router_bias:
@@ -289,14 +287,14 @@ def _expert_specs(
 
 
 def square_sum(values: Tensor) -> float:
-    """The sum of squares in float64, piece by piece: a whole copy would raise the peak."""
+    """The sum of squares in float64, by pieces, because a whole copy would raise the peak."""
     pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
     return float(torch.stack(pieces).sum())
 
 
 def full_weight(spec: ParameterSpec, seed: int, device: str | torch.device = "cpu") -> Tensor:
-    """The whole parameter in float64, from its own generator, so that it is equal in all layouts.
-    Each kind of device gives different bits."""
+    """The whole parameter in float64. Its generator depends on seed and name only, so that all
+    layouts have the same weights. CPU and GPU give different bits."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
     noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64, device=device)
@@ -331,11 +329,11 @@ class Owner(NamedTuple):
     """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
     column: int = 0
     columns: int = 1
-    """The rank's place among those that split the other dimension, and their number."""
+    """The index of the rank's part along the second split dimension; the number of parts."""
 
 
 class HostShard(NamedTuple):
-    """The gradients and weights of this rank's shard in host memory, for an update on the host."""
+    """Gradient and weights of this rank's shard in host memory, for an update on the host."""
 
     grad: Tensor
     value: Tensor
@@ -344,8 +342,8 @@ class HostShard(NamedTuple):
 @dataclass
 class Parameter:
     """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard [start,
-    stop). `host` is given if this state is in host memory. `flat` and `grad_flat` may be empty
-    between uses; then `value_shard` and `grad_shard` keep the shard."""
+    stop). `host`: gradient and weights in host memory, if the state is there. `flat` and
+    `grad_flat` may be empty between uses; then `value_shard` and `grad_shard` keep the shard."""
 
     spec: ParameterSpec
     owner: Owner
@@ -386,7 +384,7 @@ class Parameter:
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def widened(self, out: Tensor) -> Tensor:
-        """`out` with the values of packed weights, in their shape."""
+        """Write the packed weights' values into `out`; return it in the weights' shape."""
         return widen(self.flat, self.spec.packing, out).view(self.shape)
 
     def tensors(self) -> list[Tensor]:
@@ -407,7 +405,7 @@ class Parameter:
         value.copy_(self.master)
 
     def give_states_away(self) -> None:
-        """Drop AdamW's state, which is kept elsewhere in pieces."""
+        """Drop AdamW's state, because pieces of states hold it from now on."""
         empty = self.master.new_empty(0)
         self.master, self.moment1, self.moment2, self.host = empty, empty, empty, None
 
@@ -415,8 +413,8 @@ class Parameter:
 def adamw(
     master: Tensor, moment1: Tensor, moment2: Tensor, grad: Tensor, rule: AdamW, step: int
 ) -> None:
-    """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on a range of parameters: by torch's
-    kernel, which reads and writes each state once, or written out in torch operators."""
+    """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on a range of parameters, in place.
+    On a GPU torch's kernel reads and writes each state once; on a CPU the step is written out."""
     g = grad.to(master.dtype)
     if fused(g):
         count = torch.full((), float(step), device=g.device)
@@ -445,8 +443,8 @@ def build(
     on_host: bool = False,
 ) -> Parameter:
     """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
-    parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
-    the device, or in host memory with `on_host`."""
+    parameter, if it is drawn already. Without `gradients` the gradient buffer is empty. The state
+    is on the device, or in host memory with `on_host`."""
     if full is None and device.type == "meta":  # a trace has no values
         full = torch.empty(spec.shape, dtype=torch.float64, device="meta")
     full = full_weight(spec, seed) if full is None else full
@@ -489,8 +487,8 @@ def build(
 
 
 def host_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy in host memory, which is pinned if the rank's device (None: the tensor's) is a GPU; a
-    meta tensor gives a meta tensor."""
+    """A copy in host memory, pinned if `device` (None: the tensor's device) is a GPU. A meta tensor
+    gives a meta tensor."""
     if tensor.device.type == "meta":
         return tensor.clone()
     pinned = (device or tensor.device).type == "cuda"

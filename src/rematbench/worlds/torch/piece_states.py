@@ -1,7 +1,7 @@
 """A rank's optimizer states in pieces: resident, updated on the host, or visiting the device.
 
-The rank's own shards lie one after another, from the last parameter to the first, and each piece is
-a range of them: it may begin and end inside a parameter.  The states of a piece (master weights and
+The rank's shards lie one after another, from the last parameter to the first, and each piece is a
+range of them that may begin and end inside a parameter. The states of a piece (master weights and
 two moments) are one buffer, so that a visit is one copy.
 """
 
@@ -22,8 +22,7 @@ STATES = 3
 
 
 class Range(NamedTuple):
-    """The range [first, last) of this rank's shard of a parameter, which begins at `at` in its
-    piece."""
+    """Elements [first, last) of this rank's shard of a parameter, at element `at` of a piece."""
 
     parameter: Parameter
     first: int
@@ -43,8 +42,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[list[Range]]:
-    """The ranges of each piece; ExecutionError if the pieces do not cover exactly the rank's
-    shards."""
+    """The ranges of each piece; ExecutionError unless they cover the rank's shards."""
     found: list[list[Range]] = [[] for _ in pieces]
     start = 0
     for parameter in reversed(parameters):
@@ -56,14 +54,13 @@ def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[
         start = stop
     total = sum(piece.count for piece in pieces)
     if total != start:
-        raise ExecutionError(f"pieces have {total} parameters, but this rank's shards have {start}")
+        raise ExecutionError(f"pieces have {total} elements, but this rank's shards have {start}")
     return found
 
 
 class PieceStates:
     """The states of one piece in their home memory. A piece that is updated on the host also has
-    host buffers for its gradients and its new weights, unless the parameters themselves are in host
-    memory."""
+    host buffers for its gradients and new weights, unless these are in host memory anyway."""
 
     def __init__(self, piece: Piece, ranges: list[Range], *, arrives: bool, leaves: bool) -> None:
         self.piece, self.ranges = piece, ranges
@@ -86,7 +83,7 @@ class PieceStates:
         return [self.states, self.gradients, self.weights]
 
     def update(self, states: Tensor, rule: AdamW, step: int) -> None:
-        """One AdamW step on `states`: the states at home, or their copy on the device."""
+        """One AdamW step on `states`: the piece's states at home, or their copy on the device."""
         count = self.piece.count
         for each in self.ranges:
             gradient = each.of(self.gradients) if self.arrives else each.gradient
@@ -117,7 +114,7 @@ class Pieces:
 
     @property
     def last(self) -> ModelPart:
-        """The part of the piece whose gradients are ready last."""
+        """The part of the model that stands for the last piece, whose gradients are ready last."""
         return part_of("P", len(self.states) - 1)
 
     def of(self, part: ModelPart) -> PieceStates:
@@ -126,13 +123,13 @@ class Pieces:
     def updating(
         self, action: Action, span: Span, memory: Memory, rule: AdamW, step: int
     ) -> Callable[[], None]:
-        """The work of an update: on the states at home, or on their copy that visits the device."""
+        """The function that updates a piece's states at home, or their copy on the device."""
         piece = self.of(action.part)
         states = memory[span.key(action.reads[0])].data if action.reads else piece.states
         return lambda: piece.update(states, rule, step)
 
     def to_host(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy gradients to the host for an update on it, or the states of a visit back to it."""
+        """Copy gradients to the host for an update there, or the states of a visit back home."""
         piece = self.of(action.part)
         if action.op == GRADIENTS_DOWN:
             for each in piece.ranges:
@@ -142,7 +139,7 @@ class Pieces:
         _copy(streams, action.stream, piece.states, memory[span.key(action.reads[0])].data)
 
     def to_device(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy the states of a visit, or weights after their update, to the device."""
+        """Copy states to the device for a visit, or weights after an update on the host."""
         piece = self.of(action.part)
         if action.op != STATES_UP:
             for each in piece.ranges:

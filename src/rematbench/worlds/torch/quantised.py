@@ -1,10 +1,11 @@
 """Tensors in FP8 on a device: elements of torch.float8_e4m3fn and their scales.
 
 A row of a quantised copy is the bytes of its elements, then the bytes of its scales: fp32 numbers,
-or exponents of 8 bits.  A tensor with one scale has it outside, as TransformerEngine keeps it with
-the module.  Products run in 16 bits on the values that the bytes stand for: torch._scaled_mm needs
-instructions that the runtime forbids oneDNN to use (devices.py).  Deviation: one copy, by rows,
-serves the forward and the backward, where TransformerEngine has a second one, by columns.
+or exponents of 8 bits. If the whole tensor has one scale, this scale is kept outside, as
+TransformerEngine keeps it in the module. Products run in 16 bits on the values that the bytes stand
+for, because torch._scaled_mm needs instructions that the runtime forbids oneDNN to use
+(devices.py). Deviation: one copy, quantised by rows, serves the forward and the backward, where
+TransformerEngine has a second copy, quantised by columns.
 """
 
 import torch
@@ -21,8 +22,8 @@ Scales = Tensor
 
 
 def scales_of(x: Tensor, recipe: Recipe, *, weight: bool = False) -> Scales:
-    """The scales of x (rows x columns): one for the whole tensor, or one for `block` columns of
-    each row. In a recipe with fp32 scales, a weight has one scale for each tile of `block` x
+    """The scales of x (rows x columns): one for the whole tensor, or one for every `block` columns
+    of each row. In a recipe with fp32 scales, a weight has one for each tile of `block` x
     `block`."""
     if not recipe.block:
         amax = x.abs().amax().float().view(1, 1)
@@ -58,7 +59,8 @@ def narrowed(x: Tensor, recipe: Recipe, *, weight: bool = False) -> Tensor:
 
 
 def packed(x: Tensor, recipe: Recipe) -> tuple[Tensor, float]:
-    """The bytes of the quantised copy of x (rows x row bytes), and its scale if it has one."""
+    """(the bytes of the quantised copy of x, rows x row bytes; the scale of the whole tensor, 1.0
+    if rows have scales)."""
     scales = scales_of(x, recipe)
     data = elements(x, scales, recipe).view(torch.uint8)
     if not recipe.block:  # a trace's tensors have no values

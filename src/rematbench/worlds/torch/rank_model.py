@@ -1,4 +1,4 @@
-"""One rank's model: its chunks, their parameters, and the facts that its operators need."""
+"""One rank's model: its chunks, their parameters, and tensors and sizes for its operators."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -42,7 +42,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
 SAVED = {"loss": "loss_saved", "predict_loss": "predict_loss_saved"}
 OF_BYTES = ("router_scores", "permutation")
-"""Tensors whose rows are fields of several types (`experts.py`)."""
+"""Tensors whose rows are bytes of several fields with different types (`experts.py`)."""
 
 
 class NotExecutable(ValueError):
@@ -50,7 +50,7 @@ class NotExecutable(ValueError):
 
 
 def require_executable(problem: Problem, plan: Plan) -> None:
-    """Raise NotExecutable with everything in a plan that the kernels and the executor lack."""
+    """Raise NotExecutable, with every reason, if the runtime does not execute the plan."""
     found = refusals(problem, plan)
     if found:
         raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
@@ -69,9 +69,9 @@ class RankModel:
         device_weights: bool = False,
         parameters: dict[str, Parameter] | None = None,
     ) -> None:
-        """Make the parameters; `threads` threads draw the weights, or with `device_weights` the
-        device draws them, in a tenth of the time and with different bits.  `parameters`: the
-        parameters of another model of the same kind on this device, to share."""
+        """Make the parameters. `threads` threads draw the weights; with `device_weights` the device
+        draws them, in a tenth of the time and with different bits. `parameters`: parameters of
+        another model of the same kind on this device, which both models then share."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
@@ -93,7 +93,7 @@ class RankModel:
         self.columns: Group | None = None
         """The ranks that split the hidden columns, if several do (the executor sets it)."""
         self.parameters = dict(parameters or {})
-        draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
+        draw: Draw = lambda spec: None  # noqa: E731  # then `build` draws the weight
         if device_weights:
             draw = partial(full_weight, seed=seed, device=device)
         elif threads > 1 and not parameters:
@@ -155,8 +155,8 @@ class RankModel:
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
     ) -> dict[str, Parameter]:
-        """A unit's parameters by local name. Parameters that no earlier unit has are created here;
-        if states are kept by unit, `states` gets theirs."""
+        """A unit's parameters by local name. Those that no earlier unit has are made here; if
+        states are kept by unit, `states` gets the unit's states."""
         lay = self.problem.layout
         named = self._locals(unit)
         fresh = [spec for spec in named.values() if spec.name not in self.parameters]
@@ -177,8 +177,8 @@ class RankModel:
         return {local: self.parameters[spec.name] for local, spec in named.items()}
 
     def _owner(self, spec: ParameterSpec) -> Owner:
-        """This rank's part of a parameter. ZeRO shards the states of experts over the ranks that
-        hold the same part of the same experts."""
+        """This rank's part of a parameter. ZeRO shards an expert's states over the ranks that hold
+        the same part of the expert."""
         lay, order = self.problem.layout, self.problem.system.parallel.rank_order
         rank, parts, peer, peers = self.tp_rank, lay.tp, state_rank(lay, order, self.place), 1
         if self.shares and spec.rows:
@@ -198,17 +198,17 @@ class RankModel:
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among the ranks that split heads and the columns of an MLP."""
+        """This rank's index among the ranks that split heads and the columns of an MLP."""
         return self.place.tp // self.problem.layout.tp_columns
 
     @property
     def column(self) -> int:
-        """This rank's place among the ranks that split the hidden columns."""
+        """This rank's index among the ranks that split the hidden columns."""
         return self.place.tp % self.problem.layout.tp_columns
 
     @cached_property
     def folded(self) -> ExpertPlace:
-        """This rank's place among the ranks over which experts are spread."""
+        """This rank's coordinates in the groups over which experts are spread."""
         return expert_place(
             self.problem.layout, self.problem.system.parallel.rank_order, self.place
         )
@@ -221,9 +221,9 @@ class RankModel:
         return range(self.folded.ep * count, (self.folded.ep + 1) * count)
 
     def _chosen(self) -> Tensor:
-        """The experts of each token of this rank's shard: rows x active experts.  They follow from
-        the token's position, so that every expert receives as many tokens from every rank
-        (`refusals.uneven_experts`), in every layout the same.  Empty without experts."""
+        """The experts of each token of this rank's shard, rows x active experts; empty without
+        experts. The token's position determines them, so they are the same in every layout and
+        every expert receives equally many tokens of every rank (`refusals.uneven_experts`)."""
         given, rows = self.kind.experts, self.shapes.shard_tokens
         if given is None:
             return self.where[:0]
@@ -252,7 +252,8 @@ class RankModel:
 
     @cached_property
     def attention(self) -> Shape:
-        """One rank's attention; under Ulysses whole sequences with a part of the heads."""
+        """The shape of one rank's attention; under Ulysses whole sequences with a part of the
+        heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
         kv_heads, dims = max(1, s.kv_heads // ranks), (self.kind.head_dim, self.kind.v_dim)
@@ -283,9 +284,9 @@ class RankModel:
         return [*found, self.where, self.chosen, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
-        """The parameters whose gradients are complete after a unit's backward.  A parameter that
-        several units share (the embedding's, with a projection or a prediction) is listed with the
-        first of them, whose backward is the last; so are the weights that layers share."""
+        """The parameters whose gradients are complete after a unit's backward. A parameter that
+        several units share (the embedding's, with a projection or a prediction) belongs to the
+        first of them, whose backward is the last. The same holds for weights that layers share."""
         units, local = [*self.units[chunk]], self.local[chunk]
         layer = self.units[chunk][prefix].layer
         if self.kind.owner(layer) != layer:
@@ -298,16 +299,16 @@ class RankModel:
 
     @property
     def sides(self) -> dict[str, slice]:
-        """The columns of the head's input that each projection reads, if the input holds the
-        columns of the decoder and of a prediction."""
+        """The columns of the head's input that each projection reads, if the input has the columns
+        of the decoder and of a prediction; otherwise empty."""
         hidden = self.kind.hidden
         both = {"lm_head": slice(0, hidden), "predict_head": slice(hidden, 2 * hidden)}
         return both if self.kind.mtp_layers else {}
 
 
 def _cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
-    """The specs with `columns` set, where ranks split a second dimension: the dimension of a matrix
-    that tensor parallelism leaves whole, and the one of a vector over the hidden columns."""
+    """The specs with `columns` set, for ranks that split a second dimension: the dimension of a
+    matrix that tensor parallelism leaves whole, and that of a vector over the hidden columns."""
     found: dict[str, ParameterSpec] = {}
     inner: int | None
     for local, spec in specs.items():

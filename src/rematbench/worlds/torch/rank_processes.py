@@ -1,10 +1,11 @@
 """A job of one or two cases, in processes started here or by a launcher (torchrun, srun).
 
-One launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status
-and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
+One launch runs a list of cases of one world size. If a case dies, hangs or is wrong, it gets a
+status and a reason, the launch ends its processes, and a new launch runs the remaining cases.
 
-A GPU without free memory raises an error. A host without free memory kills a process, not always
-the process that requested too much. So a job that cannot fit into host memory is not started.
+On a GPU without free memory an allocation raises an error. A host without free memory kills a
+process, and not always the one that requested too much. So a job that cannot fit into host memory
+is not started.
 """
 
 import platform
@@ -41,8 +42,8 @@ and on 4 ranks; rounded down, because other versions may take less."""
 
 
 def state_bytes(case: Case) -> int:
-    """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments.
-    They are counted as the runtime stores them, without padding."""
+    """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments,
+    as the runtime stores them but without padding."""
     problem, lay = case.problem, case.problem.layout
     total = 0
     for stage in range(lay.pp):
@@ -52,7 +53,7 @@ def state_bytes(case: Case) -> int:
 
 
 def _held(case: Case, held: int, count: int) -> int:
-    """Bytes that a rank holds for `held` of its own parameters, of which `count` train."""
+    """Bytes that a rank holds for `held` parameters on it, of which `count` train."""
     dtype, plan = DTYPES[case.problem.workload.precision], case.plan
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
@@ -89,8 +90,8 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
 
 
 def memory_shortage(case: Case) -> str:
-    """The reason why a case on CPUs is not started; empty if the case may fit. It must fit both
-    while weights are drawn and during training."""
+    """The reason why a case on CPUs is not started; empty if it may fit. The case must fit while
+    weights are drawn and during training."""
     free = free_bytes()
     if case.device != "cpu" or free < 0:
         return ""
@@ -130,7 +131,7 @@ def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Re
 
 
 def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
-    """The results up to the first failure (at least one result)."""
+    """The results of the cases in order, up to the first failure (at least one result)."""
     size, on_cpus = cases[0].world_size, cases[0].device == "cpu"
     if on_cpus:
         start_server(worker.__name__)  # an import of torch takes longer than a small job
@@ -181,7 +182,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def device_kind(kind: str) -> str:
-    """`kind`; if it is empty, cuda where torch has a GPU and cpu elsewhere."""
+    """`kind`; if it is empty, cuda if torch has a GPU, otherwise cpu."""
     prepare(kind or "cuda")  # this must precede torch's search for a GPU
     return kind or ("cuda" if has_gpu() else "cpu")
 
@@ -191,8 +192,7 @@ def has_gpu() -> bool:
 
 
 def refusal(case: Case) -> str:
-    """The reason why the runtime does not execute a case, known before any process starts; empty if
-    there is none."""
+    """The reason why the runtime cannot execute a case; empty if it can. No process is started."""
     try:
         require_executable(case.problem, case.plan)
     except NotExecutable as error:
@@ -220,8 +220,9 @@ def run_launched(
     cases: list[Case], place: LauncherPlace, timeout_s: float
 ) -> tuple[list[Result], tuple[int, ...]]:
     """Run the cases in a process that a launcher started. Return the results of the cases (on rank
-    0; empty on other ranks) and the number of ranks on each host. A case that fails here ends this
-    process; the launcher ends the others. RendezvousError if not all processes join."""
+    0; empty on other ranks) and the number of ranks on each host. If a case fails here, this
+    process ends after it, and the launcher ends the others. RendezvousError if a process does not
+    join."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
     device = choose_device(cases[0].device, place.local_rank)
@@ -266,8 +267,7 @@ def _meet(place: LauncherPlace, backend: str, timeout_s: float) -> None:
 
 
 def _look_up(address: str, patience_s: float) -> None:
-    """RendezvousError if no host has the name. Without this check torch would retry until its
-    timeout."""
+    """RendezvousError if no host has the address; torch would retry until its timeout."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -282,8 +282,8 @@ def _look_up(address: str, patience_s: float) -> None:
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:
-    """Destroy the communicators, or abort them after a failure. After a failure, kernels of NCCL
-    may wait for a peer forever, and destroying a communicator would wait for them."""
+    """Destroy the communicators. After a failure, abort them: NCCL's kernels may wait for a peer
+    forever, and destroying a communicator would wait for these kernels."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if device.type == "cuda" and not clean and abort is not None:
         abort()
@@ -298,9 +298,8 @@ def _run_case(
     groups: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
-    """Run a case on this rank; return the case's result on rank 0, None on other ranks. Ranks that
-    fail alike (NaN, refused) all return a result; if only one rank fails, the other ranks end at
-    the timeout."""
+    """Run a case on this rank; return the case's result on rank 0, None on other ranks. A failure
+    on rank 0 is in the result; other ranks raise it. Peers of a failed rank end at the timeout."""
     outcome: RankResult | tuple[Status, str]
     try:
         outcome = run_case(case, place.rank, device, groups)

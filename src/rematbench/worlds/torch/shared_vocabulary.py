@@ -1,12 +1,12 @@
-"""The passes that one stage runs for a vocabulary that all stages share (the lowering's module of
-the same name has their order).
+"""The passes that one stage runs for a vocabulary that all stages share. The lowering's module of
+the same name gives their order.
 
 Stages reach the barriers of several micro-batches in different orders, which the collectives of one
-communicator do not allow.  So every stage sends its part of a barrier to each other stage, and each
-adds the parts itself.  Parts are in the memory of the transport, outside the ledger, and so are the
-rows of the input table: those of all micro-batches are summed over the stages before the first
-pass, and their gradients are spread after the last pass, so that a lookup inside a pass moves
-nothing.
+communicator do not allow. So every stage sends its part of a barrier to every other stage, and each
+stage adds the parts itself. The parts are in the memory of the transport, which the ledger does not
+count. So are the rows of the input table: before the first pass the rows of all micro-batches are
+summed over the stages, and after the last pass their gradients are, so that a lookup inside a pass
+moves nothing.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,11 @@ Act = Callable[[Action, Span], None]
 ALONE = Group(1, 0, None)
 BARRIERS = "sg"
 VECTORS = 3
-"""For each token: the largest logit, the sum of exponentials, and the logit of the label."""
+"""Vectors over the tokens: the largest logit, the sum of exponentials, the label's logit."""
 
 
 class SharedVocabulary:
-    """`outside` takes a tensor out of the ledger; `loss` is the sum to which the last stage adds
-    losses."""
+    """`outside` makes the tracker leave out a tensor; the last stage adds losses to `loss`."""
 
     def __init__(self, messages: Messages, outside: Callable[[Tensor], None], loss: Tensor) -> None:
         self.model, self.memory, self.streams = messages.model, messages.memory, messages.streams
@@ -56,12 +55,12 @@ class SharedVocabulary:
         }
 
     def over(self, table: dict[Kind, Act]) -> dict[Kind, Act]:
-        """The executor's table, with this class's functions for the actions of the vocabulary."""
+        """The executor's table, with functions of this class for actions of the vocabulary."""
         return {kind: partial(self._act, usual) for kind, usual in table.items()}
 
     def _act(self, usual: Act, action: Action, span: Span) -> None:
         if action.part == SHARE or action.op == "vocabulary":
-            if action.op != "lookup":  # look_up makes all micro-batches together
+            if action.op != "lookup":  # look_up handles all micro-batches together
                 self.work[action.kind, action.op](action, span)
         elif action.kind in (Kind.SEND, Kind.RECV) and action.op[0] in BARRIERS:
             (self.send_part if action.kind is Kind.SEND else self.receive_part)(action, span)
@@ -71,8 +70,8 @@ class SharedVocabulary:
     # -- the ends of the model --------------------------------------------------------------------
 
     def look_up(self) -> None:
-        """Look up the input rows of all micro-batches: the sum, over stages, of the rows that each
-        stage's part of the table has."""
+        """Look up the input rows of all micro-batches, before the first pass: each stage looks up
+        the tokens in its part of the table, and the rows are summed over stages."""
         table, first = self._parameter("embedding").value, self.model.vocab_start
         rows = [arithmetic.embed(b.ids, table, first, whole=False) for b in self.model.batches]
         every = torch.stack(rows)
@@ -80,8 +79,8 @@ class SharedVocabulary:
         self.model.looked_up = [*every] if self.stage == 0 else []
 
     def spread_gradients(self) -> None:
-        """Sum the gradients of the input rows over stages, and add each stage's rows to its
-        table."""
+        """Sum the gradients of the input rows over stages, and add them to the gradients of each
+        stage's part of the table."""
         table, batches = self._parameter("embedding"), self.model.batches
         found = self.model.input_gradients
         shape = (len(batches), self.model.shapes.tokens, self.model.kind.hidden)
@@ -101,7 +100,7 @@ class SharedVocabulary:
         return self.model.local[0][SHARE][name]
 
     def _call(self, action: Action, span: Span, name: str) -> Call:
-        """The call of an operator; `name`: the activation that its first read holds."""
+        """The call of an operator whose first read holds the activation `name`."""
         unit = self.model.units[0][SHARE]
         tensors = {name: self.memory[span.key(action.reads[0])].data}
         return Call(self.model, unit, unit.table.op(action.op), span, tensors)
@@ -115,7 +114,7 @@ class SharedVocabulary:
         self._put(action, span, call.linear(call.tensors["x"], "lm_head", None))
 
     def softmax(self, action: Action, span: Span) -> None:
-        """The softmax of the stage's own logits, and the vectors by which all stages correct it."""
+        """The softmax over this stage's logits, and the vectors by which all stages correct it."""
         call = self._call(action, span, "logits")
         (saved,) = ends.loss(call).values()
         labels, (_, mine) = self.model.batches[span.micro_batch].labels, self._labels(span)
@@ -125,14 +124,14 @@ class SharedVocabulary:
         self._put(action, span, saved)
 
     def _labels(self, span: Span) -> tuple[Tensor, Tensor]:
-        """The place of each label in the stage's rows, and whether the stage has it."""
+        """(row of each label in this stage's part of the table, whether the part has the label)."""
         labels = self.model.batches[span.micro_batch].labels
         width = self._parameter("lm_head").value.shape[0]
         return arithmetic.in_shard(labels, self.model.vocab_start, width)
 
     def output_gradient(self, action: Action, span: Span) -> None:
-        """This stage's part of the output's gradient, from the gradient of its logits or, before
-        the softmax is corrected, from its own softmax."""
+        """This stage's part of the output's gradient: from the gradient of its logits or, if the
+        softmax is not yet corrected, from its softmax."""
         call = self._call(action, span, "gradient")
         weight = call.weight("lm_head")
         self._put(action, span, call.tensors["gradient"].to(weight.dtype) @ weight)
@@ -161,8 +160,8 @@ class SharedVocabulary:
         return torch.stack(rows).view(self.stages, VECTORS, -1)
 
     def _corrections(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token the largest logit, the sum of exponentials, and the factor by which each
-        stage's softmax becomes its part of the whole softmax."""
+        """For each token the largest logit and the sum of exponentials over all stages, and the
+        factor that turns each stage's softmax into its part of the whole softmax."""
         tops, totals, _ = self._vectors(span).unbind(1)
         top = tops.amax(0)
         totals = totals * (tops - top).exp()
@@ -173,8 +172,9 @@ class SharedVocabulary:
         return self.model.batches[span.micro_batch].labels == arithmetic.IGNORED
 
     def _part(self, barrier: str, span: Span) -> Tensor:
-        """What this stage sends to the others: its vectors, or its part of the output's gradient.
-        With a single barrier it sends both, and the weights of its labels, which are not scaled."""
+        """What this stage sends at a barrier: its vectors, or its part of the output's gradient. If
+        there is a single barrier, it sends both, and also the weights of its labels, because the
+        factors of the softmax do not apply to them."""
         last = self.stage == self.stages - 1
         output = storage_of(HEAD if last else SHARE, "final_norm_out").gradient
         found = [self.vectors[span.micro_batch]] if barrier == "s" else []
@@ -203,15 +203,16 @@ class SharedVocabulary:
         own[found.channel.sender] = data
 
     def _lend(self, part: Tensor) -> None:
-        """Tell the tracker that a part is memory of the transport, and the allocator that compute
-        and the barriers read it."""
+        """Tell the tracker that a part belongs to the transport, and the allocator that compute and
+        the barriers read it."""
         self.outside(part)
         for reader in (COMPUTE, "dp"):
             self.streams.share("pp_recv", part, reader)
 
     def add_parts(self, action: Action, span: Span) -> None:
-        """Sum the stages' parts of the output's gradient; with a single barrier, first correct each
-        part's softmax.  An action without reads exchanges vectors that a later pass reads."""
+        """Sum the stages' parts of the output's gradient; if there is a single barrier, first
+        correct the softmax in each part. An action without reads only exchanges vectors, which a
+        later pass reads."""
         if not action.reads:
             return
         output = self.memory[span.key(action.reads[0])].data

@@ -2,10 +2,10 @@
 
 A trace is the executor itself on fake (meta) tensors and a fake process group, for one rank of a
 job of any size. Every operator, view, copy and collective is issued as in the executed world,
-storages have sizes but no memory, and the same tracker counts them. Values do not exist: there are
-no losses and no gradients.
+storages have sizes but no memory, and the same tracker counts them. Tensors have no values, so
+there are no losses and no gradients.
 
-The first stage runs on a GPU without its neighbours. Its sends go nowhere. A receive is complete at
+The first stage runs on a GPU without its neighbours. Its sends do nothing. A receive is complete at
 once, with numbers like those at the end of a layer, so that kernels and power are as in training.
 Losses and gradients have no meaning.
 """
@@ -43,16 +43,14 @@ def fake_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def stage_rank(layout: Layout, order: tuple[str, ...], stage: int) -> int:
-    """The first rank of a pipeline stage; its tensor-, context- and data-parallel peers do the same
-    work."""
+    """The first rank of a pipeline stage; its peers in tp, cp and dp do the same work."""
     wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
     return next(r for r in range(layout.gpus) if coordinates(r, layout, order) == wanted)
 
 
 def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
-    """One optimizer step of a stage's first rank: bytes after every action, and peaks.
-    NotExecutable for features that the runtime lacks, ExecutionError for actions that cannot
-    run."""
+    """Trace one optimizer step of a stage's first rank; return bytes after every action, and peaks.
+    NotExecutable for a missing feature, ExecutionError for an action that cannot run."""
     require_executable(problem, plan)
     program = lower(plan, problem).ranks[stage]
     lay, order = problem.layout, problem.system.parallel.rank_order
@@ -87,7 +85,7 @@ class FirstStageGroups(Groups):
     """The groups of the first rank of a pipeline, in a process without a process group."""
 
     def __init__(self, layout: Layout, order: tuple[str, ...]) -> None:
-        """NotExecutable for a layout that needs other ranks for more than messages."""
+        """NotExecutable unless all other ranks are other stages, which exchange only messages."""
         if layout.gpus > layout.pp:
             raise NotExecutable("a single rank can run alone only with tp 1, cp 1 and dp 1")
         super().__init__(layout, order, 0)

@@ -1,4 +1,4 @@
-"""Storages by name: the storages alive on a rank and their rows, staging slots, the host pool."""
+"""The storages of a rank by name, with the rows that they hold; staging slots; the host pool."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ Key = tuple[Storage, int, int]
 
 
 class Span(NamedTuple):
-    """The rows on which an action works: its (micro-batch, chunk) and its shard rows."""
+    """The micro-batch, chunk and shard rows [first, first + size) on which an action works."""
 
     micro_batch: int
     chunk: int
@@ -36,8 +36,8 @@ class ExecutionError(RuntimeError):
 
 @dataclass(slots=True)
 class Value:
-    """A storage: rows x columns with the shard rows [first, first + count) of its tensor. A count
-    of 0 means bytes without rows."""
+    """A live storage: rows x columns, with the shard rows [first, first + count) of its tensor. A
+    count of 0 means bytes without rows."""
 
     data: Tensor
     first: int = 0
@@ -45,13 +45,11 @@ class Value:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of rows: one, or one for each rank of the group from which the rows
-        come."""
+        """The number of blocks of rows: one, or one for each rank from which rows were gathered."""
         return self.data.shape[0] // self.count if self.count else 1
 
     def view(self, first: int, count: int) -> Tensor:
-        """A view of some shard rows: blocks x count x columns. Rows of gathered tensors come in one
-        block for each rank of the group."""
+        """A view of the shard rows [first, first + count): blocks x count x columns."""
         start = first - self.first
         if start < 0 or start + count > self.count:
             raise ExecutionError(
@@ -62,15 +60,15 @@ class Value:
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Some shard rows, flat: the tensor itself if it has exactly these rows, otherwise rows of
-        `view`."""
+        """The shard rows [first, first + count) of all blocks, (blocks count) x columns. It is the
+        storage's tensor if this has exactly these rows, otherwise a view or a copy."""
         if (first, count) == (self.first, self.count) or self.count == 0:
             return self.data
         return self.view(first, count).reshape(-1, self.data.shape[-1])
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of exactly its size; a copy if its storage is larger."""
+    """The tensor, contiguous, in a storage of exactly its size; a copy if the storage is larger."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return tensor.clone()
@@ -93,19 +91,19 @@ class Memory:
         return found
 
     def put(self, key: Key, value: Value) -> None:
-        """Add a storage; ExecutionError if its key is alive already."""
+        """Add a storage; ExecutionError if its key is in use."""
         if key in self.values:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is already allocated")
         self.values[key] = value
 
     def free(self, key: Key) -> None:
-        """Free a storage; ExecutionError if its key is not alive."""
+        """Free a storage; ExecutionError if its key is not in use."""
         if self.values.pop(key, None) is None:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not allocated")
 
 
 class SlotLayout:
-    """Places inside one slot; a tensor goes into the first gap that is large enough."""
+    """The places of tensors in one slot; a tensor goes into the first gap that is large enough."""
 
     ALIGN = 16
 
@@ -114,7 +112,7 @@ class SlotLayout:
         self.size = 0
 
     def place(self, key: Key, nbytes: int) -> int:
-        """Place a tensor and return its start. The size grows to the largest end so far."""
+        """Place a tensor and return its first byte. The slot grows if the tensor ends behind it."""
         need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
         for other, length in sorted(self.taken.values()):
             if other - start >= need:
@@ -126,7 +124,8 @@ class SlotLayout:
 
 
 class Slots:
-    """Staging slots: one arena per slot, sized by placing the tensors of the whole program once."""
+    """Staging slots, with one arena of memory per slot. Its size follows from placing the tensors
+    of the whole program once."""
 
     def __init__(self, program: RankProgram, device: torch.device) -> None:
         self.layouts: dict[Slot, SlotLayout] = {}
@@ -158,7 +157,7 @@ class Slots:
 
 class Block(NamedTuple):
     """A block of host memory and the number of its bytes in use. `free_at`: the mark after the last
-    use of a spare block; `fresh`: just allocated."""
+    use of a spare block; `fresh`: it has just been allocated."""
 
     data: Tensor
     nbytes: int
@@ -192,8 +191,7 @@ class HostPool:
         return found
 
     def release(self, key: Key, free_at: Mark) -> Block:
-        """Take back a block, which must not be written before the mark; on a CPU the block is
-        released."""
+        """Take back a block, which is in use until the mark `free_at`; on a CPU it is freed."""
         block = self.lent.pop(key)
         if self.pinned:
             self.spare.append(block._replace(free_at=free_at))

@@ -1,4 +1,4 @@
-"""Streams and events: CUDA streams on a GPU, issue order on a CPU, behind one interface."""
+"""Streams and events behind one interface: CUDA streams on a GPU, issue order on a CPU."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -13,15 +13,14 @@ from rematbench.engine.program.action import STREAMS
 
 # Why: docs/decisions/worlds.md, Has every stream a memory pool of its own?
 class PendingMessage(Protocol):
-    """A message in flight: torch's handle, or an event that is recorded at the end of the
-    message."""
+    """A message in flight: torch's handle, or an event recorded when the message is done."""
 
     def wait(self) -> object:
         """Block the host (gloo) or the current stream (CUDA) until the message is done."""
 
 
 class Mark:
-    """A recorded event: a CUDA event, and the messages that must have arrived."""
+    """A recorded event: a CUDA event, and the messages and callbacks that belong to it."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
@@ -37,8 +36,8 @@ class Mark:
 
 
 class Streams:
-    """The streams of a device, as the executor uses them; this class is for a CPU. On a CPU an
-    action is done when it has been issued; only messages are pending."""
+    """The streams of a device, as the executor uses them. This class is for a CPU, where an action
+    is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         return nullcontext()
@@ -54,29 +53,28 @@ class Streams:
         """Block the calling thread until an event is complete."""
 
     def storage_pool(self) -> AbstractContextManager[object]:
-        """The context within which to allocate a storage that outlives its action."""
+        """The context in which to allocate a storage that outlives its action."""
         return nullcontext()
 
     def share(self, stream: str, tensor: torch.Tensor, reader: str = "compute") -> None:
-        """Note that compute (or `reader`) will use a tensor that another stream made."""
+        """Note that the stream `reader` will use a tensor that another stream made."""
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue tensor work on the current stream, which `on` has set. The host has handled its
-        storages and names already. `fresh`: memory that no stream may read before the work is
-        done."""
+        """Issue tensor work on the current stream, which `on` has set; the host has already updated
+        storages and names. `fresh`: memory that no stream may read before the work is done."""
         work()
 
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
-        """The handle of a message, to wait on; the messages of a channel go one by one."""
+        """The handle on which to wait for a message; a channel's messages are done one by one."""
         return work
 
     def begin(self) -> None:
-        """Order the streams behind work that was issued outside of them, at a step's start."""
+        """At a step's start: order all streams after work that was issued outside of them."""
 
     def flush(self) -> None:
-        """Order later work outside of the streams behind all streams; raise the first failure."""
+        """At a step's end: order later work outside of the streams after them; raise a failure."""
 
     def clock(self) -> Callable[[], float]:
         """Start a clock; the returned function gives the seconds since the start."""
@@ -89,21 +87,22 @@ UNORDERED = frozenset({"pp_recv"})
 
 
 class Current:
-    """The CUDA stream that a rank issues on, between a step's `begin` and its `flush`. torch's own
-    context asks for the device and the current stream at every entry, which costs ten times the
-    switch itself; this class knows the stream."""
+    """The CUDA stream on which a rank issues, between a step's `begin` and `flush`. torch's own
+    context asks for the device and the current stream whenever it is entered, which costs ten times
+    as much as the switch; this class remembers the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams: list[torch.cuda.Stream] = []  # the innermost stream is the last
 
     def hold(self) -> torch.cuda.Stream:
-        """The current stream; until `release` only this object may switch streams."""
+        """Remember the current stream and return it; until `release` only this object switches
+        streams."""
         self.streams = [torch.cuda.current_stream(self.device)]
         return self.streams[0]
 
     def release(self) -> torch.cuda.Stream:
-        """The current stream; from now on other code may switch streams."""
+        """Return the current stream and forget it; from now on other code may switch streams."""
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
@@ -137,8 +136,8 @@ CUDA_STREAMS: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
 
 def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
     """The stream of a device with this name; the whole process shares it. torch hands out 32
-    streams in turn, so without names the compute stream of one executor could be the copy stream of
-    another."""
+    streams in turn, so without names one executor's compute stream could be another's copy
+    stream."""
     if (device, name) not in CUDA_STREAMS:
         CUDA_STREAMS[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return CUDA_STREAMS[device, name]
@@ -148,7 +147,7 @@ class CudaStreams(Streams):
     """One CUDA stream for each named stream, and events in place of synchronisation.
 
     Work from outside (batches, zeroed gradients, reading the loss) is on the device's current
-    stream, which is not ordered with these streams: `begin` and `flush` order it.
+    stream. `begin` and `flush` order it with the streams of this class.
 
     The caching allocator has a memory pool per stream and reuses freed memory for that stream, in
     the host's order. Collectives and reloads take memory from compute's pool: lowering makes their
@@ -156,8 +155,8 @@ class CudaStreams(Streams):
     So each of these streams reuses freed memory at once, and no pool holds memory that another
     stream needs.
 
-    Receives wait for no stream; they have a pool of their own, and `record_stream` tells that pool
-    that compute uses its memory.
+    Receives wait for no stream; they have their own pool, and `record_stream` tells that pool that
+    compute uses its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -170,7 +169,7 @@ class CudaStreams(Streams):
         self.arrivals: dict[Hashable, StreamContext] = {}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """The context of the CUDA stream; for use between `begin` and `flush` only."""
+        """The context of the CUDA stream, to be entered only between `begin` and `flush`."""
         return self.contexts[stream]
 
     def mark(self, stream: str) -> Mark:
@@ -195,12 +194,11 @@ class CudaStreams(Streams):
             mark.event.synchronize()
 
     def storage_pool(self) -> AbstractContextManager[object]:
-        """The context of compute, whose memory pool then provides the storage."""
+        """The context of the compute stream, so that its memory pool provides the storage."""
         return self.on("compute")
 
     def share(self, stream: str, tensor: torch.Tensor, reader: str = "compute") -> None:
-        """Prevent the allocator from reusing the memory until `reader` no longer uses the
-        tensor."""
+        """Keep the allocator from reusing the memory while `reader` uses the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams[reader])
 
@@ -233,7 +231,7 @@ class CudaStreams(Streams):
             current.wait_stream(stream)
 
     def clock(self) -> Callable[[], float]:
-        """A clock of events on the current stream, for use around `begin` and `flush`."""
+        """A clock of events on the current stream, outside of `begin` and `flush`."""
         current = torch.cuda.current_stream(self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(current)

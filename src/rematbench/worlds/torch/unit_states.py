@@ -1,11 +1,11 @@
-"""States that a rank shares by unit: weights and gradients under ZeRO 2 and 3, or in host memory.
+"""States that a rank keeps by unit: weights and gradients under ZeRO 2 and 3, or in host memory.
 
-The parameters of a unit (embedding, layer, head) lie one after another in one buffer.  Each rank
-has an equal share of it, a range that may begin and end inside a parameter, so that one collective
-serves the unit.  Gathered weights and gradients of a pass are buffers of the program: parameters
-hold ranges of them while they are alive.  Parameters that do not train come first, and are shared
-separately, so that a rank's share of the trained weights covers the same range as its share of
-their gradients.
+The parameters of a unit (embedding, layer, head) lie one after another in one buffer. Each rank has
+an equal share of it, a range that may begin and end inside a parameter, so that one collective
+serves the unit. Gathered weights and the gradients of a pass are buffers of the program, and
+parameters use ranges of them while they are alive. Parameters that do not train come first and are
+shared separately, so that a rank's share of the trained weights covers the same range as its share
+of their gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ from rematbench.worlds.torch.streams import PendingMessage
 
 @dataclass(frozen=True)
 class Sharing:
-    """The states of a plan that a rank keeps by unit: whether weights are gathered before each use,
-    whether sums of gradients are kept, and which of both are in host memory."""
+    """How a rank keeps states by unit: whether weights are gathered before each use, whether sums
+    of gradients are kept, and which of the two are in host memory."""
 
     shards: int
     rank: int
@@ -35,7 +35,7 @@ class Sharing:
 
     @classmethod
     def of(cls, plan: Plan, layout: Layout, rank: int) -> "Sharing | None":
-        """The sharing of a plan; None if each parameter keeps its own states."""
+        """The sharing of a plan; None if the plan keeps states by parameter."""
         parameter, gradient = plan.state("parameter"), plan.state("gradient")
         gathers = gathers_by_layer(parameter, layout)
         if not gathers and gradient.shards == 1 and gradient.home == "device":
@@ -65,12 +65,12 @@ class Sharing:
 
 @dataclass
 class UnitStates:
-    """This rank's range [start, stop) of a unit's trained parameters; the `held` elements before
-    them do not train.
+    """This rank's range [start, stop) of a unit's trained parameters, which follow `held` elements
+    that do not train.
 
-    `weights`: the range in compute precision, or all weights if they are not gathered.
-    `gradients`: the sums of the range, empty if the update is inside the backward.  `arrival`:
-    where gradients arrive in host memory before they are added there; `added`: the last addition.
+    `weights`: the range in compute precision, or all weights if they are not gathered. `gradients`:
+    the sums of the range, empty if the update is inside the backward. `arrival`: the host buffer
+    into which gradients are copied before they are added to the sums; `added`: the last addition.
     """
 
     sharing: Sharing
@@ -92,8 +92,8 @@ class UnitStates:
         return whole[self.start : self.stop]
 
     def gather(self, whole: Tensor, gather: Callable[[Tensor, Tensor], None]) -> None:
-        """Gather a unit's weights into its whole buffer.  If ranks keep whole weights, only the
-        trained weights are gathered, in place, because no others have changed."""
+        """Gather a unit's weights into the buffer `whole`. If ranks keep whole weights, only the
+        trained weights are gathered, in place, because only they have changed."""
         trained = whole[self.held :]
         if not self.sharing.gathers:
             gather(trained, self.part(trained))
@@ -107,7 +107,7 @@ class UnitStates:
                 gather(room, share)
 
     def lend_weights(self, whole: Tensor) -> None:
-        """Let the parameters hold their ranges of a buffer of gathered weights."""
+        """Let the parameters use their ranges of a buffer of gathered weights."""
         parts = torch.split(whole, [parameter.size for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.lend(part)
@@ -117,7 +117,7 @@ class UnitStates:
             parameter.lend(parameter.flat.new_empty(0))
 
     def reduce(self, whole: Tensor, scatter: Callable[[Tensor, Tensor], None]) -> None:
-        """Reduce a buffer of gradients over the peers, and add this rank's range to its sums on the
+        """Reduce a buffer of gradients over the peers; add this rank's range to sums on the
         device."""
         part = self.part(whole)
         scatter(part, whole)
@@ -132,7 +132,7 @@ class UnitStates:
 
 
 def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
-    """Bring the states of a unit's new parameters into the buffers of the unit."""
+    """Move the states of a unit's new parameters into buffers of the unit."""
     first = parameters[0].flat
     parameters = sorted(parameters, key=lambda one: one.spec.trained)
     trained = [parameter for parameter in parameters if parameter.spec.trained]
@@ -165,7 +165,7 @@ def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
 
 
 def _use_host_memory(states: UnitStates) -> None:
-    """Let updates on the host read and write the unit's buffers there."""
+    """Let updates on the host use the unit's host buffers as gradients and weights."""
     sharing = states.sharing
     for parameter in states.parameters:
         host = parameter.host

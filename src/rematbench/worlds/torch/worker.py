@@ -45,13 +45,13 @@ from rematbench.worlds.torch.draws import drawing_threads
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.parameters import Owner, Parameter, ParameterSpec, square_sum
+from rematbench.worlds.torch.parameters import Parameter, square_sum
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
-    """Entry point of a process. Each result goes to `folder` as <case>.<rank>.pt, a failure as
-    <case>.<rank>.error."""
+    """Entry point of a process. Each result is written to `folder` as <case>.<rank>.pt, a failure
+    as <case>.<rank>.error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     prepare(cases[0].device)
@@ -81,8 +81,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended for any reason. Without the parent, nobody would
-    read the results or end this process while it waits for a peer."""
+    """End this process when its parent has ended for any reason: nobody would read the results, or
+    end this process if it waits for a peer."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -90,7 +90,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:
-    """Write the reason to a file and end; only an unexpected error prints its traceback."""
+    """Write the reason to a file and exit; only an unexpected error prints its traceback."""
     status, reason = failure(error)
     path.write_text("\n".join([status, reason, traceback.format_exc()]))
     if status == "failed" and not isinstance(error, NotExecutable):
@@ -99,7 +99,6 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 
 
 def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
-    """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     experts = case.problem.workload.model.experts is not None
     folded = (lay.ep, lay.expert_tp) if experts else ()
@@ -148,8 +147,8 @@ def run_case(
 
 
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
-    """Reset the device after earlier cases. Collect their storages (a case's objects form cycles),
-    empty the caches and reset the peaks."""
+    """Check the order of messages, collect the storages of earlier cases (their objects form
+    cycles), empty the caches, reset the peaks, and set torch's options for this case."""
     wrong = reordered_channel(program, case.problem.layout)
     if wrong:
         raise NotExecutable(
@@ -157,7 +156,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
             "in which they were sent"
         )
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
-        torch.use_deterministic_algorithms(case.deterministic)  # its import of a compiler takes 4 s
+        torch.use_deterministic_algorithms(case.deterministic)  # importing a compiler, in 4 s
     # The stream that allocates an action's outputs is not the stream that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     release_memory(device)
@@ -166,8 +165,8 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
 
 
 def choose_options(problem: Problem) -> None:
-    """Set the options of torch on a GPU that a problem decides: its allocator's segments and its
-    flash kernel.  Raises NotExecutable for a kernel that cannot run here."""
+    """Set the options of torch on a GPU that a problem decides: whether the allocator's segments
+    expand, and the flash kernel. NotExecutable if the kernel cannot run here."""
     set_expandable_segments(expandable=problem.system.states.expandable_segments)
     try:
         choose_flash(problem.kernel)
@@ -176,8 +175,8 @@ def choose_options(problem: Problem) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
-    stream on which it has run, also for streams of earlier cases."""
+    """Release unused memory and reset the allocators' peaks. The workspaces of cuBLAS are cleared
+    too, because it keeps one for each stream that any case has used."""
     gc.collect()
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -188,14 +187,14 @@ def release_memory(device: torch.device) -> None:
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
-    """A result with the rank's coordinates and the bytes of its states, without steps."""
+    """A result without steps: the rank's coordinates and the bytes of its states."""
     states = {t.untyped_storage()._cdata: t for t in executor.states()}
     nbytes = sum(t.untyped_storage().nbytes() for t in states.values())
     return RankResult(place=groups.place, state_bytes=nbytes)
 
 
 def _load(case: Case, executor: Executor, step: int) -> Batch:
-    """The batch of a step, after loading this rank's micro-batches of it into the model."""
+    """Load this rank's micro-batches of a step into the model; return the whole batch."""
     model, place, problem = executor.model, executor.groups.place, case.problem
     sequences = problem.layout.global_batch  # every rank draws the same batch in every layout
     batch = make_batch(problem.workload, sequences, case.seed, step, case.ignored)
@@ -216,8 +215,7 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
 
 
 def _time(case: Case, executor: Executor, result: RankResult) -> None:
-    """Time further steps by events. During these steps no tracker counts bytes, gradients are not
-    read, and the host reads nothing until a step has ended."""
+    """Time further steps by events. The host reads nothing until a step has ended."""
     executor.before_update = lambda parameters: None
     for step in range(case.steps, case.steps + case.timed_steps):
         _load(case, executor, step)
@@ -242,20 +240,15 @@ def record_bytes(executor: Executor, result: RankResult) -> None:
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
-def _part(spec: ParameterSpec, owner: Owner) -> int:
-    """The number of a rank's part of a parameter; parts of a row of the grid are neighbours."""
-    row = 0 if spec.split is None else owner.tp_rank
-    return row if spec.columns is None else row * owner.columns + owner.column
-
-
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
     for parameter in (one for one in parameters if one.spec.trained):
         own, owner = parameter.own_grad, parameter.owner
+        row = 0 if parameter.spec.split is None else owner.tp_rank
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
-            part=_part(parameter.spec, owner),
+            part=row if parameter.spec.columns is None else row * owner.columns + owner.column,
             number=owner.state_rank,
             shape=tuple(parameter.shape),
             square_sum=square_sum(own),

@@ -1,4 +1,4 @@
-"""A rank's model chunk as a list of units and operators, with storages and fates."""
+"""A rank's model chunk as a list of units with operators, storages and fates."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,6 +22,7 @@ from rematbench.engine.program.storage import (
     HEAD,
     KEPT,
     OFFLOADED,
+    SHARED,
     ModelPart,
     Storage,
     part_of,
@@ -36,9 +37,9 @@ ChunkFates = tuple[Fates, frozenset[int]]
 
 
 class ChunkFacts(NamedTuple):
-    """The facts of a plan that change a chunk's units.  `shares`: the rank has a share of the
-    vocabulary, with separate passes.  `backward_next`: each forward is directly followed by its own
-    backward.  `turns`: chunks turn back at the last rank."""
+    """The facts of a plan that change a chunk's units. `shares`: stages share the vocabulary, in
+    separate passes. `backward_next`: each forward is directly followed by its own backward.
+    `turns`: chunks turn back at the last rank."""
 
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
@@ -76,11 +77,12 @@ class Unit(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """The two ends of a chunk.  `first`, `last`: whether it has the model's embedding or head.
-    `back`: the activation whose gradient the chunk sends back; if all layers share one gradient,
-    that is its output.  `wide_in`, `wide_out`: whether messages also have the columns of a
-    prediction.  `cut`, `local`: no gradient crosses its input or its output; a `local` chunk keeps
-    its output for a separate loss.  `before`, `after`: the marks of messages (see `word`)."""
+    """The two ends of a chunk. `first`, `last`: whether it has the model's embedding or head.
+    `back`: the activation whose gradient the chunk sends back, which is its output if all layers
+    share one gradient. `wide_in`, `wide_out`: whether messages also have the columns of a
+    prediction. `cut`, `local`: no gradient crosses its input or its output; a `local` chunk has a
+    loss of its own, for which it keeps its output. `before`, `after`: the marks of messages (see
+    `word`)."""
 
     first: bool
     last: bool
@@ -95,8 +97,8 @@ class ChunkEnds(NamedTuple):
     after: str = ""
 
     def word(self, direction: str, *, receives: bool = False) -> str:
-        """The word of a message of the chunk (see `engine/program/storage.py:STEP`): its direction,
-        with the mark `before` at the chunk's input or `after` at its output."""
+        """The word of a message (see `engine/program/storage.py:STEP`): its direction, and the mark
+        `before` at the chunk's input or `after` at its output."""
         return direction + (self.before if (direction == "f") == receives else self.after)
 
 
@@ -158,7 +160,7 @@ class ChunkOps:
         key = (stage, chunk, layers, facts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            # The chunk refers to the problem weakly, because the problem refers to the chunk.
+            # The reference to the problem is weak, because the problem's cache holds the chunk.
             weak = problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
             found = problem.chunks[key] = cls(weak, *key)
         return found
@@ -167,7 +169,7 @@ class ChunkOps:
     def of_plan(
         cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
     ) -> "ChunkOps":
-        """Return a new chunk of a plan, without mini-sequences and outside the problem's cache."""
+        """Return a new chunk of a plan, without mini-sequences and not in the problem's cache."""
         facts = ChunkFacts.of(plan)._replace(mini_sequences=(), held=held)
         return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
 
@@ -181,7 +183,7 @@ class ChunkOps:
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
+        """The facts on which the chunk's blocks depend. Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
         of_plan = self.shares, units, self.cut, self.local, *self._marks
         return (self.first, self.last, self.backward_next, *of_plan)
@@ -196,7 +198,7 @@ class ChunkOps:
 
     @property
     def boundary(self) -> Activation:
-        """The activation that pipeline stages exchange (after a prediction layer: `wide`)."""
+        """The activation that pipeline stages exchange (`wide` after a prediction layer)."""
         return self.problem.embedding.activations["layer_input"]
 
     @property
@@ -233,7 +235,7 @@ class ChunkOps:
         return "@" if at_last and self.chunk else back, "@" if at_last and not self.chunk else back
 
     def storage(self, unit: Unit, activation: str) -> Storage:
-        """Return the storage of an activation.  A layer's output is the next layer's input."""
+        """Return the storage of an activation. A layer's output is the input of the next layer."""
         return self.storages(unit)[activation]
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
@@ -270,7 +272,7 @@ class ChunkOps:
         )
 
     def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> ChunkFates:
-        """Return the fates of the chunk's sites, as in `resolve`.  The last results are cached,
+        """Return the fates of the chunk's sites, as `resolve` does. Recent results are cached,
         because methods, bounds and lowering all need the fates of the same plan."""
         rules = plan.rules
         known = cast(
@@ -343,9 +345,9 @@ class ChunkOps:
     def parts(
         self, unit: Unit, activation: str, storage: Storage, fate: Resolved
     ) -> list["StoredPart"]:
-        """Return the storages in which a saved tensor remains after the forward: whole, split by
-        fate, or in pieces.  Raise PlanError if a tensor inside a mini-sequence is neither kept nor
-        recomputed as a whole."""
+        """Return the storages that hold a saved tensor after the forward: the whole, parts by fate,
+        or pieces. PlanError if a tensor in a mini-sequence is neither kept nor recomputed as a
+        whole."""
         run = self.run_of(unit, activation)
         if run is None:
             return stored_parts(storage, fate)
@@ -365,7 +367,7 @@ class ChunkOps:
         ]
 
     def stored(self, fates: Mapping[Site, Resolved]) -> dict[Site, list["StoredPart"]]:
-        """Return the storages of every saved tensor, as in `parts`.  The last result is cached."""
+        """Return the storages of every saved tensor (see `parts`). The last result is cached."""
         if self._stored[0] is not fates:
             found = {
                 site: self.parts(unit, name, storage, fates[site])
@@ -389,7 +391,7 @@ def is_captured(problem: Problem, unit: Unit) -> bool:
 
 
 def graph_of(unit: Unit) -> Storage:
-    """The memory that a layer's CUDA graph holds in addition to activations."""
+    """The memory that a layer's CUDA graph holds besides the activations."""
     return storage_of(unit.prefix, "graph")
 
 
@@ -399,9 +401,9 @@ def _layer_input(place: int) -> Storage:
 
 
 def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """With layer granularity, return the last unit that offloads a tensor.  Its copy runs during
-    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
-    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
+    """With layer granularity, return the last unit that offloads a tensor. Its copy runs during the
+    rank's next pass, so its tensors have separate memory, freed after that pass. None if the next
+    pass is the chunk's own backward, which needs the rounding buffers from its start."""
     if transfers.granularity != "layer" or chunk.backward_next:
         return None
     leaves = (
@@ -413,9 +415,9 @@ def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit |
 
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """Return the last layers of a chunk if their kept tensors stay in the rounding buffers: the
-    chunk's backward directly follows its forward, and neither these layers nor the head offload a
-    tensor.  Otherwise return an empty list."""
+    """Return the last layers of a chunk, whose kept tensors stay in the rounding buffers; empty
+    unless the chunk's backward is the next pass and neither these layers nor the head offload
+    tensors."""
     last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
     after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
     swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
@@ -431,11 +433,14 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
-    """Return the storages in which a saved tensor remains after the forward, given its fate."""
+    """Return the storages that hold a saved tensor of this fate after the forward."""
     if not fate.mixed:
         if fate.recompute_bytes:
             return []
         return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
+    if fate.peer_bytes:
+        kept = fate.nbytes - fate.peer_bytes
+        return [StoredPart(storage.with_rows(SHARED), kept, fate.offload_bytes > 0)]
     parts = []
     if fate.keep_bytes:
         parts.append(StoredPart(storage.with_rows(KEPT), fate.keep_bytes, False))
@@ -445,7 +450,7 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
 
 
 def bytes_of(chunk: ChunkOps, unit: Unit, name: str, fraction: float) -> int:
-    """Return the bytes of a share of an activation's rows (or of its heads, in a mini-sequence over
+    """Return the bytes of a share of an activation's rows (or heads, in a mini-sequence of
     heads)."""
     tensor, run = unit.table.activations[name], chunk.run_of(unit, name)
     return piece_bytes(tensor, fraction) if run is None else run.nbytes(tensor, fraction)

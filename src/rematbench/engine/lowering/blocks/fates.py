@@ -1,5 +1,4 @@
-"""Resolves a plan's rules into one exact fate, in bytes, for each saved tensor of a chunk in a
-phase."""
+"""Resolves a plan's rules into the exact fate, in bytes, of each saved tensor of a chunk."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +19,7 @@ from rematbench.plan import (
     Rule,
     Scope,
     Select,
+    Share,
     Split,
     Window,
 )
@@ -30,7 +30,8 @@ Site = tuple[Part, int, str]
 
 
 class Resolved(Struct, frozen=True, array_like=True, gc=False):
-    """The fate of a saved tensor: the bytes that are kept, offloaded and rebuilt."""
+    """The fate of a saved tensor: the bytes that are kept, offloaded and rebuilt, and those that
+    other ranks have (`peer_bytes`)."""
 
     keep_bytes: int
     offload_bytes: int
@@ -38,10 +39,11 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
     scope: Scope | Group = "consumer"
     whole: bool = False
     window: Window | None = None
+    peer_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.keep_bytes + self.offload_bytes + self.recompute_bytes
+        return self.keep_bytes + self.offload_bytes + self.recompute_bytes + self.peer_bytes
 
     @property
     def changed(self) -> bool:
@@ -50,7 +52,8 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
     @property
     def mixed(self) -> bool:
         """Whether the tensor has more than one fate, so that its storage is in parts."""
-        return (self.keep_bytes > 0) + (self.offload_bytes > 0) + (self.recompute_bytes > 0) > 1
+        parts = self.keep_bytes, self.offload_bytes, self.recompute_bytes, self.peer_bytes
+        return sum(part > 0 for part in parts) > 1
 
 
 Fates = dict[Site, Resolved]
@@ -148,9 +151,9 @@ def _reaches(select: Select, where: ChunkPlace) -> bool:
 
 def covered(rules: Sequence[Rule], where: ChunkPlace) -> tuple[tuple[int, ...] | None, ...]:
     """Return, for each rule, the layers of the chunk that the rule's stages, chunks and layers
-    select: (-1,) if it does not select layers, None if it does not reach the chunk.
+    select: (-1,) if the rule does not select layers, None if it does not reach the chunk.
 
-    Chunks of equal shape with equal results have equal fates in a phase.
+    Chunks of equal shape for which this result is equal have equal fates in a phase.
     """
     found: list[tuple[int, ...] | None] = []
     for rule in rules:
@@ -174,6 +177,12 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
             return Resolved(0, whole, 0)
         case Recompute():
             return Resolved(0, 0, whole, fate.scope, fate.whole, fate.window)
+        case Share():
+            if tensor.rows % fate.ranks:
+                words = f"{fate.ranks} ranks cannot share {tensor.rows} rows evenly"
+                raise PlanError(f"{tensor.name}: {words}")
+            part, away = whole // fate.ranks, fate.home == "host"
+            return Resolved(part * (not away), part * away, 0, peer_bytes=whole - part)
         case Split():
             if fate.offload + fate.recompute > 1.0:
                 raise PlanError(
@@ -189,8 +198,8 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
 
 
 def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
-    """Raise PlanError if some part of a quantised tensor (in rows of the shard) does not consist of
-    whole blocks of rows, each of which has its own scales."""
+    """Raise PlanError unless each part of a quantised tensor (in rows of the shard) consists of
+    whole blocks of rows, because each block has its own scales."""
     block = tensor.block_rows * rows // tensor.rows or tensor.block_rows
     if any(part % (block or rows) for part in parts):
         own = f"one scale for every {block} rows" if block else "one scale for all rows"
@@ -198,9 +207,9 @@ def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
-    """Raise PlanError unless each grouped site lies in its group and no groups overlap.  A group is
-    rebuilt once, before the backward of its last layer, so a layer in two groups would be rebuilt
-    too late for one of them or too early for the other."""
+    """Raise PlanError unless each site in a group lies in the group's layers and no groups overlap.
+    A group is rebuilt once, before the backward of its last layer, so a layer in two groups would
+    be rebuilt too late for one of them or too early for the other."""
     groups: set[Group] = set()
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):
@@ -218,8 +227,8 @@ def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
 
 
 def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:
-    """The fates under a byte budget: the largest tensors are offloaded first.  Tensors of equal
-    size keep their order, so the result is deterministic."""
+    """The fates under a byte budget: the largest tensors are offloaded first. Tensors of equal size
+    stay in order, so that the result is deterministic."""
     eligible = [site for site, tensor in sites.items() if tensor.nbytes >= budget.min_bytes]
     total = sum(sites[site].nbytes for site in eligible)
     wanted = -(-int(total * budget.alpha) // budget.granularity) * budget.granularity

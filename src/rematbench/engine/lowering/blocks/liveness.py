@@ -12,11 +12,11 @@ FREE = Kind.FREE  # A module variable, because a lookup in an Enum is slow.
 def frees_by_action(
     actions: Sequence[Action], survivors: Set[Storage], arrivals: Set[Storage]
 ) -> dict[int, list[Storage]]:
-    """Return the tensors that are freed after an action, by the action's index.
+    """Return, by the index of an action, the tensors that are freed after it.
 
-    `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor that
-    another stream reads is freed after the compute stream has waited for that stream.  A temporary
-    of an operator that is recomputed twice has two lifetimes under one name.
+    `survivors` outlive the block; `arrivals` are alive when the block starts. A tensor that another
+    stream reads is freed after the compute stream has waited for that stream. A temporary of an
+    operator that is recomputed twice lives twice under one name.
     """
     found: dict[int, list[Storage]] = {}
     for at, storage in _ends(actions, survivors, arrivals):
@@ -33,8 +33,7 @@ def free_action(storages: list[Storage]) -> Action:
 def _ends(
     actions: Sequence[Action], survivors: Set[Storage], arrivals: Set[Storage]
 ) -> list[tuple[int, Storage]]:
-    """For every lifetime that ends in the block: (index of the action after which the storage is
-    freed, storage)."""
+    """(index of the action after which it is freed, storage) for every lifetime that ends here."""
     waited, begun = _waits(actions)
     end = len(actions) - 1
     last: dict[Storage, int] = {}
@@ -45,7 +44,7 @@ def _ends(
         if allocs or reads:
             if action.stream != COMPUTE:
                 safe = waited[index]
-            else:  # A collective that overlaps the kernel may allocate its output in this memory.
+            else:  # A collective that overlaps the kernel may get memory that is freed here.
                 begin = action.exchange.begin
                 safe = begun.get(begin, index) if begin else index
             for alloc in allocs:
@@ -63,9 +62,9 @@ def _ends(
 
 
 def _waits(actions: Sequence[Action]) -> tuple[list[int], dict[Event, int]]:
-    """(table, after).  `table`: for each action of another stream, the index at which compute has
-    waited for it (for its event, or that of a later action of its stream), or the last index.
-    `after`: for each event for which another stream waits, the index after the wait."""
+    """(table, after). `table`: for each action of another stream, the index at which compute has
+    waited for its event or for that of a later action of its stream; the last index if it does not
+    wait. `after`: for each event for which another stream waits, the index after that wait."""
     end = len(actions) - 1
     on_compute: dict[Event, int] = {}
     elsewhere: dict[Event, int] = {}

@@ -1,9 +1,9 @@
 """Mini-sequences: runs of operators that are computed in pieces of rows, or of heads.
 
-Tensors between the operators of a run exist one piece at a time (`X%j`).  Each piece reads slices
-of the run's inputs and writes slices of its outputs, which are whole storages.  The sizes of pieces
-of rows differ by at most one row.  Pieces of heads are equal; if there are fewer key heads than
-pieces, several pieces share a key head.
+Tensors between the operators of a run exist one piece at a time (`X%j`). Each piece reads slices of
+the run's inputs and writes slices of its outputs; both are whole storages. The sizes of pieces of
+rows differ by at most one row. Pieces of heads are equal; if there are fewer key heads than pieces,
+several pieces share a key head.
 """
 
 from math import gcd
@@ -20,8 +20,8 @@ KEYS = ("k", "v", "k_rows", "v_rows")
 
 
 class Piece(NamedTuple):
-    """A piece of a mini-sequence: its number, its share of the rows (or heads), and the share that
-    comes before it."""
+    """A piece of a mini-sequence: its number, its share of the rows (or heads), and the share
+    before it."""
 
     number: int
     fraction: float
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 
 class MiniRun(NamedTuple):
-    """Contiguous operators of a table that run in `pieces`.  `interior`: tensors that exist only in
+    """Contiguous operators of a table that run in `pieces`. `interior`: tensors that exist only in
     pieces; `outputs`: whole tensors that later operators read; `again`: tensors that each piece
-    recomputes in its backward; `key_pieces`: the pieces of key heads (0: pieces are rows)."""
+    recomputes in its backward; `key_pieces`: the pieces of key heads (0: pieces of rows)."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]
@@ -45,7 +45,7 @@ class MiniRun(NamedTuple):
     key_pieces: int = 0
 
     def nbytes(self, tensor: Activation, fraction: float) -> int:
-        """Bytes of a piece of an interior tensor."""
+        """Bytes of a piece of an interior tensor; `fraction`: the piece's share of the rows."""
         if not self.key_pieces:
             return piece_bytes(tensor, fraction)
         return tensor.nbytes // (self.key_pieces if tensor.name in KEYS else len(self.pieces))
@@ -58,8 +58,8 @@ class MiniRun(NamedTuple):
         return tuple(dict.fromkeys(read))
 
     def storages(self, whole: dict[str, Storage], piece: Piece) -> dict[str, Storage]:
-        """Return the storages of a unit's activations in a piece: pieces of interior tensors, and
-        the whole storages of all others."""
+        """Return the storages of a unit's activations during a piece: the pieces of interior
+        tensors, and the whole storages of other tensors."""
         return whole | {name: whole[name].of_piece(piece.number) for name in self.interior}
 
 
@@ -71,9 +71,8 @@ def piece_bytes(tensor: Activation, fraction: float) -> int:
 def mini_runs(
     table: OpTable, sequences: tuple[MiniSequence, ...], *, again: bool = False
 ) -> dict[str, MiniRun]:
-    """Return the runs of an operator table, by first operator.  `again`: pieces of rows recompute
-    their interior tensors in the backward.  Raise PlanError for operators that cannot run in
-    pieces."""
+    """Return the runs of an operator table, by first operator. `again`: pieces of rows recompute
+    their interior tensors in the backward. PlanError for operators that cannot run in pieces."""
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
     for sequence in sequences:
@@ -113,7 +112,7 @@ def _run(table: OpTable, ops: tuple[Op, ...], sequence: MiniSequence, *, again: 
     if sequence.of == "heads":
         return _run_of_heads(ops, sequence, interior, outputs)
     tensors = [tensor for tensor in table.activations.values() if tensor.differentiable]
-    rows = min(tensor.rows for tensor in tensors)  # A gathered tensor has more.
+    rows = min(tensor.rows for tensor in tensors)  # Gathered tensors have more rows.
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {rows} rows do not make {count} pieces")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]

@@ -1,10 +1,10 @@
-"""Mini-sequences of many pieces: the emitters write the first pieces, and one piece is repeated.
+"""Mini-sequences of many pieces: the emitters write only four pieces, and one of them is repeated.
 
-The first pieces may rebuild whole tensors.  Each later piece has the same actions as the piece
-before, with the next number in the names of its storages, later events and the next rows.  So four
-pieces are written.  If the second and the third are alike, the third stands for all pieces up to
-the last but one, and the fourth becomes the last.  Tests compare the result with a block in which
-all pieces are written.
+The first pieces may rebuild whole tensors. Each later piece has the same actions as the piece
+before, with the next number in the names of its storages, later events and the next rows. If the
+second and the third of the written pieces are alike, the third stands for all pieces up to the last
+but one, and the fourth becomes the last. Tests compare the result with a block in which all pieces
+are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from rematbench.engine.program.storage import Storage
 from rematbench.engine.program.template import PiecePeriods, PieceShift, waits_before
 
 WRITTEN = 4
-"""The number of pieces that are written when one of them is repeated."""
+"""The number of pieces that are written if one of them is repeated."""
 
 MIN_SPARED = 3
-"""The fewest pieces that a repetition must save to be worth its checks."""
+"""The fewest pieces that must be left out for a repetition to be worth its checks."""
 
 
 def write_pieces(
@@ -30,7 +30,7 @@ def write_pieces(
     write: Callable[[Piece], None],
     tensor_sets: Sequence[set[Storage]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write` writes the actions of a single piece, and adds its
+    """Write the actions of all pieces. `write` writes the actions of one piece, and adds its
     storages to the sets in `tensor_sets`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # The larger pieces have one row more.
@@ -47,8 +47,8 @@ def _repeat(
     write: Callable[[Piece], None],
     tensor_sets: Sequence[set[Storage]],
 ) -> bool:
-    """Write four of some pieces of equal size, of which the third stands for all up to the last but
-    one.  If the second and the third are not alike, return False, with the first four written."""
+    """Write the first four of some pieces of equal size. If the second and the third are alike, let
+    the third stand for all pieces up to the last but one; return whether they are."""
     edges = [w.position]
     write(pieces[0])
     compact, w.compact = w.compact, False
@@ -78,7 +78,7 @@ def _repeat(
 def _rows_of_piece(
     actions: Sequence[Action], edges: Sequence[Position], pieces: Sequence[Piece]
 ) -> tuple[bool, ...] | None:
-    """For each action of the third piece, whether it works on the piece's rows.  None if the third
+    """For each action of the third piece, whether it works on the piece's rows. None if the third
     piece differs from the second in more than names, events and rows, or if the second waits for an
     event from before the first piece."""
     second, third, fourth = (actions[a.action : b.action] for a, b in pairwise(edges[1:]))

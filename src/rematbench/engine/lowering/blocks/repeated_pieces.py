@@ -1,4 +1,4 @@
-"""A mini-sequence piece that stands for further pieces, in an unfinished block."""
+"""A mini-sequence piece that stands for later pieces too, in an unfinished block."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
@@ -24,8 +24,7 @@ class Position(NamedTuple):
 
 class RepeatedPiece(NamedTuple):
     """The piece between `start` and `end`, which stands for `pieces`: itself and later pieces.
-    `before`: the start of the previous piece, which has the same actions under other names and with
-    other rows."""
+    `before`: the start of the previous piece, which differs only in names and rows."""
 
     pieces: PiecePeriods
     before: Position
@@ -38,7 +37,7 @@ class RepeatedPiece(NamedTuple):
 
     @property
     def periods(self) -> Periods:
-        """The pieces as periods of the block as written so far, without FREEs."""
+        """The pieces as periods of the unfinished block, which has no FREEs yet."""
         (start, event), (end, last) = self.start, self.end
         times = len(self.pieces.offsets)
         return Periods(start, end - start, times, event, last - event, self.pieces)
@@ -49,9 +48,9 @@ class RepeatedPiece(NamedTuple):
         )
 
     def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[Storage]) -> bool:
-        """Whether lifetimes end in the same way in each piece: the piece must free the same tensors
-        as the previous piece, with the next piece's number, and each tensor that it allocates but
-        does not free must be in `outside`."""
+        """Whether the pieces free alike: this piece must free the same tensors as the previous
+        piece, with the next piece's number, and all that it allocates but does not free must be in
+        `outside`."""
         first, start, end = (place.action for place in self.starts)
         new = self.periods.shift(1).storage
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
@@ -62,7 +61,7 @@ class RepeatedPiece(NamedTuple):
         return self._gone(actions, frees) - self._born(actions)
 
     def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:
-        """Remove from `frees` the tensors that the later pieces free.  The readers of these tensors
+        """Remove the tensors that the later pieces free from `frees`. The readers of these tensors
         are not written, so `frees` has them too early, or at the block's end."""
         deaths = self.deaths(actions, frees)
         later = {shift.storage(dead) for shift in self.periods.shifts for dead in deaths}
@@ -74,8 +73,7 @@ class RepeatedPiece(NamedTuple):
                 del frees[at]
 
     def finished(self, moved: Callable[[Position], Position], frees: Frees) -> Periods:
-        """Return the pieces as periods of the finished block.  `moved` maps a position to that of
-        the finished block."""
+        """Return the pieces as periods of the finished block, to which `moved` maps positions."""
         start, end = moved(self.start).action, moved(self.end).action
         works_on_piece: list[bool] = []
         for at, flag in enumerate(self.pieces.works_on_piece, self.start.action):

@@ -1,4 +1,4 @@
-"""Writes the actions of a block: events, waits, collectives, and frees derived from liveness."""
+"""Writes the actions of a block: events, waits, collectives, and frees after the last readers."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -37,19 +37,19 @@ WAIT, UNTIMED, FORWARD_KINDS = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD
 
 
 WeightReader = Callable[["BlockWriter", ModelPart, Op], tuple[Storage, ...]]
-"""(writer, part, operator) -> storages of the weights that a kernel reads, after gathering them."""
+"""(writer, part, operator) -> storages of weights that a kernel reads, gathered if necessary."""
 
 
 class BlockWriter:
-    """Collects a block's actions in issue order.  `unit_starts`: where each unit begins; `compact`:
-    whether one piece may stand for further pieces."""
+    """Collects a block's actions in issue order. `unit_starts`: where each unit begins; `compact`:
+    whether one piece may stand for later pieces too."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # each unit's gathered copies
+        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered copies by unit
         self.weights: WeightReader | None = None
         self.slots: dict[Storage, Slot] = {}
-        self.beside = ""  # a pass of another micro-batch overlaps the block
+        self.beside = ""  # the pass of another micro-batch that overlaps the block
         self.unit_starts: list[Position] = []
         self.compact = True
         self._repeated: list[RepeatedPiece] = []
@@ -176,7 +176,8 @@ class BlockWriter:
         )
 
     def stall(self, comm: Comm) -> None:
-        """Append a STALL: the time by which a collective slows compute, because they share SMs."""
+        """Append a STALL: the time by which a collective slows compute, as both use the GPU's
+        SMs."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, exchange=Exchange(comm)))
 
     def state_copy(
@@ -190,9 +191,9 @@ class BlockWriter:
         reads: tuple[Storage, ...] = (),
         allocs: tuple[Alloc, ...] = (),
     ) -> Event:
-        """Append a copy of states between device and host that starts after event `after`, and
-        return its end event.  In host memory, states are resident; `allocs` is a new buffer on the
-        device, for states that have no memory there."""
+        """Append a copy of states between device and host that starts after event `after`; return
+        its end event. States in host memory are resident. `allocs`: a new buffer on the device, for
+        states that have no memory there."""
         stream = "d2h" if kind is Kind.D2H else "h2d"
         self.wait(stream, after)
         event = self.new_event()
@@ -222,8 +223,8 @@ class BlockWriter:
         after: Event | None = None,
     ) -> Event:
         """Append a collective on its group's stream, after the compute issued so far (or after
-        event `after`), and return its end event.  For a share of the rows, the collective moves the
-        same share of its payload."""
+        event `after`); return its end event. For a share of the rows, it moves the same share of
+        its payload."""
         if rows.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * rows.fraction))
         self.wait(comm.stream, after or self.mark(COMPUTE))
@@ -239,8 +240,8 @@ class BlockWriter:
         rows: Rows = WHOLE,
         event: Event | None = None,
     ) -> Event:
-        """Append a collective on its group's stream and return its end event: `event`, or a new
-        event of the block."""
+        """Append a collective on its group's stream; return its end event: `event`, or a new
+        one."""
         event = event or self.new_event()
         self.add(
             Action(
@@ -258,15 +259,14 @@ class BlockWriter:
         return event
 
     def run_beside(self, variant: int) -> None:
-        """Mark the collective that was just appended, an all-to-all of experts in a layer of kind
-        `variant`, as overlapping a pass of another micro-batch, if the block overlaps one."""
+        """If a pass of another micro-batch overlaps the block, mark that the collective appended
+        last (an all-to-all of experts, in a layer of kind `variant`) runs beside it."""
         if self.beside:
             self.actions[-1] = replace(self.actions[-1], variant=variant)
             self._exchange(-1, beside=self.beside)
 
     def repeat(self, piece: RepeatedPiece) -> None:
-        """Record that a piece stands for further pieces, or write these if the block is not
-        compact."""
+        """Record that a piece stands for later pieces; if the block is not compact, write these."""
         self._repeated.append(piece)
         if not self.compact:
             self._write_out(piece)
@@ -282,10 +282,10 @@ class BlockWriter:
 
     def finish(self, label: str, survivors: set[Storage], arrivals: set[Storage]) -> Block:
         """Return the block: its actions, with a FREE after each tensor's last reader
-        (`frees_by_action`).  `unit_starts` then count the FREEs too.  If a piece does not free the
-        same tensors as the piece before it, all pieces are written."""
+        (`frees_by_action`); `unit_starts` then count the FREEs too. If a repeated piece does not
+        free the same tensors as the piece before it, all its pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
-        # Each number of pieces has a set of tensors that the pieces free.
+        # The tensors that pieces free, by the number of pieces.
         ends: dict[int, set[Storage]] = defaultdict(set)
         for piece in self._repeated:
             ends[piece.periods.times] |= piece.deaths(self.actions, frees)

@@ -42,8 +42,8 @@ BESIDE = storage_of(NO_PART, "beside")
 
 
 class InputGradients(NamedTuple):
-    """The storages of an operator's input gradients.  `written`: those that a kernel writes;
-    `summed`: those of them that a collective sums; `reduced`: the collective's outputs."""
+    """The storages of an operator's input gradients. `written`: those that the kernel writes;
+    `summed`: those of `written` that a collective sums; `reduced`: its outputs."""
 
     written: list[Alloc]
     summed: list[Alloc]
@@ -51,8 +51,8 @@ class InputGradients(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """An operator whose weight gradients are computed in a later pass, and the storages that their
-    kernels read (`saved`: those of its saved inputs)."""
+    """An operator whose weight gradients a later pass computes, and the storages that their kernels
+    read (`saved`: those of saved inputs)."""
 
     unit: Unit
     op: Op
@@ -81,7 +81,7 @@ class BackwardEmitter:
         self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
         self.rows = WHOLE  # the piece in progress has these rows
-        self.grads: dict[Storage, Storage] = {}  # the gradients of these activations exist
+        self.grads: dict[Storage, Storage] = {}  # existing gradients by activation
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
@@ -95,8 +95,8 @@ class BackwardEmitter:
             self.gatherer.ready(self.w, unit)
 
     def block(self) -> Block:
-        """Return block B, which computes the gradient of the chunk's input from the gradient of its
-        output and frees all storages that the forward left."""
+        """Return block B. It computes the gradient of the chunk's input from that of its output,
+        and frees all storages that the forward left."""
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
@@ -111,7 +111,7 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        if self.updater:  # ENDED comes first, so the message does not wait for pieces.
+        if self.updater:  # ENDED comes before, so that the message need not wait for pieces.
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
@@ -119,7 +119,7 @@ class BackwardEmitter:
     def _unit(self, order: list[Unit], position: int) -> None:
         w, unit = self.w, order[position]
         w.begin_unit()
-        if w.beside and position == int(self.chunk.last):  # The first layer follows any head.
+        if w.beside and position == int(self.chunk.last):  # the first layer, after any head
             emit_alloc(w, BESIDE, self._beside_bytes())
         self.reload.before(order, position)
         if self.gatherer:
@@ -146,8 +146,8 @@ class BackwardEmitter:
 
     def _graphs(self) -> set[int]:
         """The places of sharded layers that are rebuilt in separate autograd graphs
-        (`Zero.reentrant`).  FSDP does not see their order, so it gathers none of them ahead.  Empty
-        in a pipeline, where parameters stay gathered."""
+        (`Zero.reentrant`). FSDP does not know the order of these graphs, so it gathers none of
+        their layers ahead. Empty in a pipeline, where parameters stay gathered."""
         zero, gatherer = self.chunk.problem.system.zero, self.gatherer
         alone = self.chunk.problem.layout.pp == 1
         fsdp = zero.reentrant and zero.data_parallel == "fsdp" and alone
@@ -159,7 +159,7 @@ class BackwardEmitter:
         return found
 
     def _hold(self, unit: Unit, gatherer: ParameterGatherer) -> None:
-        """Keep some storages until the end of the backward: the parameters of embedding and head,
+        """Hold some storages until the end of the backward: the parameters of embedding and head,
         which are one FSDP unit, and the input of a frozen layer with its gradient."""
         work = self.chunk.problem.workload
         frozen = work.lora_rank > 0 and not work.trains("norms")
@@ -167,14 +167,14 @@ class BackwardEmitter:
             self.held += gatherer.own(unit)
         elif unit.layer >= 0 and unit.place in self.graphs and frozen:
             kept = storage_of(unit.prefix, "held")
-            for storage in (kept, kept.gradient):  # Storages of the input's size stand in for it.
+            for storage in (kept, kept.gradient):  # Both are as large as the input.
                 self.held.append(storage)
                 emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 
     def _beside_bytes(self) -> int:
         """The bytes that the overlapping forward keeps of its first layer, before this chunk's
-        backward frees a layer: those of this chunk's largest layer, because the forward runs equal
-        layers.  From then on, the forward fills the memory that the backward frees."""
+        backward frees a layer. They are those of this chunk's largest layer, because the forward
+        runs equal layers. Later layers of the forward use the memory that the backward frees."""
         stored = self.chunk.stored(self.fates)
         return max(
             sum(part.nbytes for _, _, site in self.chunk.saved(unit) for part in stored[site])
@@ -256,7 +256,7 @@ class BackwardEmitter:
             allocs = [Alloc(full, size)] if gathered else []
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
-            self.rebuild.window(unit, op.name, "backward")
+            self.rebuild.window(unit, op.name)
             alone = op.has_weight and bool(op.backward_input) and op.regather is None
             if alone and self.chunk.problem.tp_overlap == "gemm":
                 w.wait(COMPUTE, w.mark_begin(issued))
@@ -280,8 +280,8 @@ class BackwardEmitter:
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
-        """Emit the backward of an operator that only moves rows: a collective returns the
-        gradients, if the input has any."""
+        """Emit the backward of an operator that only moves rows: a collective brings the gradients
+        back, if the input has gradients."""
         if op.grad_gather is None:
             return
         reads = [*incoming, *self._accumulated(unit, op)]
@@ -289,15 +289,15 @@ class BackwardEmitter:
         event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
         if op.exchanges:
             self.w.run_beside(unit.variant)
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         self.w.wait(COMPUTE, event)
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
 
     def _regather(self, unit: Unit, op: Op, saved: Storages) -> tuple[Event | None, Storages]:
-        """Gather the saved input for the backward.  Return the gather's end event if kernels need
-        not wait for it yet (otherwise None), and the gathered storages."""
+        """Gather the saved input for the backward. Return the gather's end event (None if compute
+        has already waited for it), and the gathered storages."""
         if op.regather is None:
             return None, []
         full = self._between(unit, op, Role.GATHERED)
@@ -307,7 +307,7 @@ class BackwardEmitter:
         ring = op.regather.kind == "ring"
         if ring:  # The kernel reads each part of the ring as it arrives.
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         overlaps = (self.overlap and op.has_weight) or ring
         if not overlaps:
             self.w.wait(COMPUTE, event)
@@ -329,8 +329,8 @@ class BackwardEmitter:
     def _input_gradient(
         self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
     ) -> Event | None:
-        """Emit the input-gradient kernels and their reduction.  Return the end event of a reduction
-        that may overlap the weight gradient; otherwise None."""
+        """Emit the input-gradient kernel and its reduction. Return the end event of the reduction
+        if it may overlap the weight gradient; otherwise None."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)
@@ -345,7 +345,7 @@ class BackwardEmitter:
             return None
         sources = [*(a.storage for a in made.summed), *added_into]
         event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.rows)
-        self.rebuild.window(unit, op.name, "backward")
+        self.rebuild.window(unit, op.name)
         if self.overlap and op.has_weight:
             return event
         w.wait(COMPUTE, event)
@@ -353,7 +353,7 @@ class BackwardEmitter:
 
     def _adds_in_place(self, op: Op, storage: Storage) -> bool:
         """Whether an operator may add to an existing gradient in place, because no later pass reads
-        the gradient as it is now.  Pieces always add to whole gradients."""
+        the gradient's present value. Pieces always add to whole gradients."""
         total = self.grads[storage]
         if total is storage.gradient:
             return True
@@ -364,17 +364,16 @@ class BackwardEmitter:
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
-        """The existing gradients to which this operator adds in place (residuals, whole
-        tensors)."""
+        """The gradients (of residuals or whole tensors) to which this operator adds in place."""
         storages, grads = self.recomputer.storages(unit), self.grads
         names = (unit.table.of_gradient(name) for name in op.inputs)
         return [grads[storages[n]] for n in names if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
-        """The gradients that this operator is the first to write.  A reduce-scatter produces all of
-        them except the query's, because the query was never gathered.  If a later pass computes
-        weight gradients, it may read a residual's gradient, which therefore stays unchanged; the
-        sum with another gradient is then a new tensor."""
+        """The gradients that this operator is the first to write. A reduce-scatter produces all of
+        them except the query's, because the query was never gathered. If a later pass computes
+        weight gradients, it may read a residual's gradient, which must then stay unchanged; its sum
+        with another gradient is a new tensor."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
         for name in map(unit.table.of_gradient, op.inputs):
@@ -399,7 +398,7 @@ class BackwardEmitter:
 
 class WeightEmitter:
     """Builds the half of a chunk's backward that computes the gradients of weights, from the
-    tensors that the other half left.  Inputs that need a gather are gathered again."""
+    tensors that the other half left. Inputs that need a gather are gathered a second time."""
 
     def __init__(self, first: BackwardEmitter, reducer: GradReducer | None) -> None:
         self.first, self.reducer, self.w = first, reducer, BlockWriter()

@@ -10,7 +10,7 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
     stored_parts,
     trailing_unit,
 )
-from rematbench.engine.lowering.blocks.fates import Fates, Resolved
+from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
@@ -47,14 +47,13 @@ class ForwardEmitter:
         self.in_flight: list[tuple[Event, tuple[Storage, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
-        self.trails = False  # tells whether the last copy in flight is the trailing unit's
+        self.trails = False  # whether the last copy in flight is that of the trailing unit
 
     def block(self) -> Block:
-        """Return block F, which computes the chunk's output from its input and keeps the storages
-        that the backward reads."""
+        """Return block F, which computes the chunk's output and keeps what the backward reads."""
         chunk, w = self.chunk, self.w
         early = self.gatherer is not None and self._gathers_early(self.gatherer)
-        if self.gatherer and early:  # The stage's compute idles until its message arrives.
+        if self.gatherer and early:  # The stage is idle until its message arrives.
             self.gatherer.before(w, chunk.units, 0)
         if not chunk.first:
             w.wait(COMPUTE, RECEIVED[chunk.ends.word("f", receives=True)])
@@ -80,16 +79,16 @@ class ForwardEmitter:
         return w.finish("F", self.survivors, arrivals)
 
     def _gathers_early(self, gatherer: ParameterGatherer) -> bool:
-        """Whether a step's gathers are issued before the chunk's message arrives, because the host
-        does not wait for the message."""
+        """Whether gathers of whole steps are issued before the chunk's message arrives, because the
+        host does not wait for the message."""
         problem = self.chunk.problem
         held = problem.system.holds_host(problem.layout.vpp)
         return not (gatherer.layerwise or self.chunk.first or held)
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
         """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
-        buffer's previous tenant are done (the unit's input is outside the buffer).  If the chunk's
-        backward is the next pass, the last layers keep their saved tensors in the buffers, because
+        buffer's previous tenant are done (the unit's input is not in the buffer). If the chunk's
+        backward is the next pass, the saved tensors of the last layers stay in the buffers, because
         no other layer needs these any more."""
         slots = self.transfers.reload_slots
         if self.transfers.granularity != "layer" or slots == 0:
@@ -121,13 +120,17 @@ class ForwardEmitter:
                 emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, names)
 
     def _store(self, unit: Unit) -> None:
-        """Split tensors of mixed fates; with layer granularity, start the copies to the host."""
+        """Split tensors with several fates; with layer granularity, start the copies to the
+        host."""
         leaving: list[tuple[Storage, int]] = []
         for _, storage, site in self.chunk.saved(unit):
             parts = self.stored[site]
             self.survivors.update([part.storage for part in parts])
             if self.fates[site].mixed:
-                self._split(storage, self.fates[site])
+                fate = self.fates[site]
+                allocs = tuple(Alloc(p.storage, p.nbytes) for p in stored_parts(storage, fate))
+                nbytes = sum(alloc.nbytes for alloc in allocs)
+                self.w.move(Kind.SPLIT, storage, (storage,), allocs, nbytes)
             leaving += [(part.storage, part.nbytes) for part in parts if part.offload]
         if is_captured(self.chunk.problem, unit):
             self._hold_graph(unit)
@@ -144,11 +147,6 @@ class ForwardEmitter:
         share = problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_of(unit), int(share * sum(kept)))
         self.survivors.add(graph_of(unit))
-
-    def _split(self, storage: Storage, fate: Resolved) -> None:
-        allocs = tuple(Alloc(p.storage, p.nbytes) for p in stored_parts(storage, fate))
-        nbytes = sum(alloc.nbytes for alloc in allocs)
-        self.w.move(Kind.SPLIT, storage, (storage,), allocs, nbytes)
 
     def _copy_out(self, leaving: list[tuple[Storage, int]], event: Event | None) -> None:
         self._drain(self.transfers.release_lag)
@@ -168,7 +166,7 @@ class ForwardEmitter:
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
-    """Emit the forward of all pieces of a mini-sequence run.  Its outputs are written in slices."""
+    """Emit the forward of all pieces of a run. Each piece writes slices of the run's outputs."""
     for name in run.outputs:
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
 

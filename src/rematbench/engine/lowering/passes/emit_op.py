@@ -11,28 +11,20 @@ from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
 from rematbench.engine.program.storage import NO_PART, Event, Role, Slot, Storage, storage_of
 from rematbench.inputs.precision import FP32
-from rematbench.plan import PlanError
 
 Storages = Sequence[tuple[Storage, int]]
 
 OPERANDS, GRADIENTS = 3, 2
-"""How many largest elements TransformerEngine tracks for each matrix product: in a forward those of
-input, weight and output; in a backward those of the gradients of output and input
+"""The numbers of largest elements that TransformerEngine tracks for each matrix product: in a
+forward those of input, weight and output; in a backward those of the gradients of output and input
 (pytorch/quantization.py)."""
-NOT_AGAIN = (
-    "disable moe in recompute_modules, and full recomputation, when enabling "
-    "overlap_moe_expert_parallel_comm"
-)
-"""Megatron-core's message (transformer_config.py) for recomputation that sends experts' tokens
-again.  Releases after 0.16.1 refuse the module with it; 0.16.1 silently skips the module's
-recomputation."""
 
 
 class Names(NamedTuple):
-    """The storages of an operator's activations.  `reads`: the inputs; `writes`: outputs to
-    allocate; `slices`: existing storages of which the operator writes a slice.  `rows`, `piece`:
-    the marks of the storages that its collectives use.  `columns`: the share of output columns that
-    is computed, below 1 if not all of several separate linears run.  `made`: the allocations of
+    """The storages of an operator's activations. `reads`: the inputs; `writes`: outputs to
+    allocate; `slices`: existing storages of which the operator writes a slice. `rows`, `piece`: the
+    marks of the storages that its collectives use. `columns`: the share of output columns to
+    compute, below 1 if only some of several separate linears run. `made`: allocations of
     `writes`."""
 
     reads: dict[str, Storage]
@@ -44,7 +36,7 @@ class Names(NamedTuple):
     made: Sequence[Alloc] = ()
 
     def between(self, unit: Unit, op: Op, role: Role) -> Storage:
-        """Return the storage that an operator's kernels exchange with its gather or reduction."""
+        """Return the storage between an operator's kernels and its gather or reduction."""
         return storage_of(unit.prefix, op.name, role, self.rows, self.piece)
 
 
@@ -57,12 +49,10 @@ def emit_op(
     names: Names,
     rows: Rows = WHOLE,
 ) -> None:
-    """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
-    the collectives overlap the kernels, and compute waits for them afterwards."""
+    """Emit an operator's gather, kernels and reduction. With GEMM overlap and in ring attention,
+    the collectives run during the kernels, and compute waits for them afterwards."""
     if op.moves:
-        if op.exchanges and kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
-            raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
-        _exchange(w, chunk, unit, op, names, rows)
+        _exchange(w, chunk, unit, op, kind, names, rows)
         return
     fraction = rows.fraction
     gemm_overlap = chunk.problem.tp_overlap == "gemm"
@@ -96,16 +86,17 @@ def emit_op(
     index, reduced = _kernels(w, unit, op, kind, names, rows, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
-    if op.reduce is not None and reduced != ([], []):  # An output that was kept needs no reduction.
+    if op.reduce is not None and reduced != ([], []):  # Kept outputs need no reduction.
         after = w.mark_begin(index) if overlaps and op.has_weight else None
         done = w.collective(op.reduce, unit.prefix, op.name, *reduced, rows, after=after)
         w.wait(COMPUTE, done)
 
 
 def _exchange(
-    w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, names: Names, rows: Rows
+    w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, kind: Kind, names: Names, rows: Rows
 ) -> None:
-    """Emit an all-to-all without kernels, for the tensors that `names` writes."""
+    """Emit an all-to-all without kernels, for the tensors that `names` writes.  Compute waits for
+    one that runs again (NVIDIA/Megatron-LM pull request 5869: exposed by design)."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -124,7 +115,7 @@ def _exchange(
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
     done = w.collective(comm, unit.prefix, op.name, reads, allocs, rows)
-    if op.exchanges:
+    if op.exchanges and kind is not Kind.RECOMPUTE:
         w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 
@@ -158,7 +149,7 @@ def _kernels(
 
 
 def emit_amax(w: BlockWriter, unit: Unit, op: str, comm: Comm | None, reads: list[Storage]) -> None:
-    """Reduce the largest element of a tensor before it is quantised, if ranks hold parts of it."""
+    """Before a tensor is quantised, reduce its largest element over ranks that hold parts of it."""
     if comm is not None:
         w.wait(COMPUTE, w.collective(comm, unit.prefix, op, reads, []))
 
@@ -176,15 +167,15 @@ def emit_amaxes(w: BlockWriter, chunk: ChunkOps, numbers: int) -> None:
 
 
 def emit_alloc(w: BlockWriter, storage: Storage, nbytes: int) -> None:
-    """Allocate a tensor that is then written in slices."""
+    """Allocate a tensor whose slices are written later."""
     w.move(Kind.ALLOC, storage, (), (Alloc(storage, nbytes),))
 
 
 def emit_copies(
     w: BlockWriter, kind: Kind, storages: Storages, event: Event, slot: Slot | None = None
 ) -> Event:
-    """Emit D2H or H2D copies of the storages.  Copies to the device fill a staging slot, or fresh
-    memory without one.  The last copy records `event`, which is returned."""
+    """Emit D2H or H2D copies of the storages. Copies to the device fill a staging slot or, without
+    one, new memory. The last copy records `event`, which is also returned."""
     for storage, nbytes in storages:
         end = event if storage is storages[-1][0] else None
         source, made = storage, storage.on_host

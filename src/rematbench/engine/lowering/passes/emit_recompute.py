@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rematbench.costs.operators.ops import Op, rebuild_ops
+from rematbench.costs.operators.ops import Comm, Op, rebuild_ops
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -18,22 +18,33 @@ from rematbench.engine.program.action import COMPUTE, Action, Alloc, Exchange, K
 from rematbench.engine.program.storage import COPY, REBUILT, ModelPart, Storage
 from rematbench.plan import Group, PlanError
 
+NOT_AGAIN = (
+    "disable moe in recompute_modules, and full recomputation, when enabling "
+    "overlap_moe_expert_parallel_comm"
+)
+"""Megatron-core's message (transformer_config.py) for recomputation that sends experts' tokens
+again.  Releases after 0.16.1 refuse the module with it; 0.16.1 silently skips the module's
+recomputation.  Full recomputation is in its branch `dev` from July 2026 on (REPLAYS)."""
+REPLAYS = "ep_overlap_recompute"
+"""The feature of a stack whose layers can run again, exchanges included, although exchanges overlap
+another micro-batch."""
+
 
 class Recomputer:
-    """Tracks which saved tensors are on the device, and recomputes missing ones.
+    """Knows which saved tensors are on the device, and recomputes missing ones.
 
-    `run` and `piece`: the mini-sequence and its piece in progress, if any.  Interior tensors then
+    `run` and `piece`: the mini-sequence and the piece in progress, if any. Interior tensors then
     have the names of this piece.
     """
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.on_device: set[Storage] = set()
-        self.shares: dict[str, float] = {}  # each operator recomputes this share of rows
-        self.rebuilt: set[Storage] = set()  # the rebuilt rows of these tensors exist
+        self.shares: dict[str, float] = {}  # the share of rows that each operator recomputes
+        self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        self.passing = frozenset[str]()  # these tensors are not kept, because pieces recompute them
+        self.passing = frozenset[str]()  # tensors that are not kept, because pieces recompute them
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
         self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {
@@ -68,8 +79,8 @@ class Recomputer:
         return self._fates[unit.prefix].get(activation)
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
-        """Rebuild tensors while a piece may be in progress.  Tensors inside the run are rebuilt for
-        this piece only, all other tensors with all their rows."""
+        """Rebuild tensors, perhaps while a piece is in progress. Tensors inside the run are rebuilt
+        for this piece only, all others with all their rows."""
         at_work = self.run, self.piece
         pieces = missing & self.run.interior if self.run else set()
         if pieces:
@@ -88,8 +99,8 @@ class Recomputer:
         self.recompute(unit, ops, missing)
 
     def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
-        """Rebuild whole tensors that a piece reads from operators before its run, because only the
-        run's operators can work on pieces."""
+        """Rebuild the whole tensors that a piece reads from operators before its run, because only
+        the run's operators can work on pieces."""
         names = [name for op in run.ops for name in op.inputs if name not in run.interior]
         while names:
             name = names.pop()
@@ -105,7 +116,7 @@ class Recomputer:
         storage = self.storages(unit)[name]
         if storage in self.on_device or storage in self.rebuilt:
             return True
-        # A tensor inside a run never exists as a whole, so all of its pieces must exist.
+        # A tensor inside a run exists only in pieces, so all of them must exist.
         if self.piece is None and (run := self.chunk.run_of(unit, name)):
             pieces = [storage.of_piece(piece.number) for piece in run.pieces]
             if self.on_device.issuperset(pieces):
@@ -131,8 +142,8 @@ class Recomputer:
 
     def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
         """The share of rows that each operator recomputes: the missing rows of its saved outputs.
-        Of an output that is not saved, it is the rows that its readers among `ops` need, or all
-        rows if the output itself is `missing`."""
+        For an output that is not saved, these are the rows that its readers among `ops` need, or
+        all rows if the output itself is in `missing`."""
         shares: dict[str, float] = {}
         for op in reversed(ops):
             fates = [self.fate(unit, name) for name in op.outputs]
@@ -168,15 +179,16 @@ class Recomputer:
         self.passing = frozenset()
 
     def _run_output(self, unit: Unit, name: str, *, passes: bool) -> Storage:
-        """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
-        dropped, unless it `passes` (each piece rebuilds it again).  PlanError for a mixed fate."""
+        """The storage of a rebuilt output of a mini-sequence: the saved tensor's storage if the
+        tensor was dropped; a copy if it was not, or if it `passes` (each piece rebuilds it again).
+        PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
         if passes or fate is None or not fate.recompute_bytes or storage in self.on_device:
             return storage.with_rows(COPY)
         if fate.mixed:
             raise PlanError(
-                f"{storage} is computed in a mini-sequence: recompute all of it or nothing"
+                f"{storage} is computed in a mini-sequence: recompute all of it or none of it"
             )
         self.on_device.add(storage)
         return storage
@@ -184,11 +196,17 @@ class Recomputer:
     def _recompute_op(
         self, unit: Unit, op: Op, missing: set[str], made: dict[str, Storage]
     ) -> None:
+        problem, fates = self.chunk.problem, self._fates[unit.prefix].values()
+        if op.exchanges and problem.ep_overlaps:
+            layers = REPLAYS in problem.system.accepts.features
+            if not (layers and any(fate.whole for fate in fates)):
+                words = f"ep_overlap does not allow {op.name} to be recomputed"
+                raise PlanError(f"{words}: {NOT_AGAIN}")
         fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} needs all rows: recompute all of them or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # If only a piece is rebuilt, `made` has no whole outputs of the run, and none is written.
+        # If only a piece is rebuilt, `made` has no whole output of the run that could be written.
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
@@ -202,15 +220,15 @@ class Recomputer:
 
     def _columns(self, unit: Unit, op: Op, writes: dict[str, Storage]) -> float:
         """The share of a linear's output columns to recompute: all if a single GEMM computes all
-        outputs; otherwise the columns of the written outputs."""
+        outputs; otherwise the columns of the outputs in `writes`."""
         if self.chunk.problem.system.kernels.fused_linears or not op.is_matrix or not writes:
             return 1.0
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, Storage], fraction: float) -> Storage:
-        """The storage that an operator reads: that in `made` if it has enough rows, otherwise the
-        whole tensor."""
+        """The storage that an operator reads: the storage in `made` if it has enough rows,
+        otherwise the whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name)
         if storage is None and not self._available(unit, name):
@@ -221,7 +239,8 @@ class Recomputer:
         return storage
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
-        """The storages that recomputation writes: missing tensors and what later operators read."""
+        """The storages that recomputation writes: missing tensors, and inputs of later
+        operators."""
         writes: dict[str, Storage] = {}
         storages = self.storages(unit)
         for name in op.outputs:
@@ -242,8 +261,8 @@ class Recomputer:
         return writes
 
     def ensure(self, unit: Unit, name: str) -> Storage:
-        """Return the storage of a whole saved tensor on the device; rebuild or join the tensor
-        first if necessary.  Raise PlanError if the tensor is not saved or has no producer."""
+        """Return the storage of a whole saved tensor on the device, after rebuilding or joining the
+        tensor if necessary. Raise PlanError if the tensor is not saved or has no producer."""
         storage = self.storages(unit)[name]
         if storage in self.on_device:
             return storage
@@ -264,6 +283,11 @@ class Recomputer:
         if fate.recompute_bytes:
             parts.append(storage.with_rows(REBUILT))
         whole = Alloc(storage, fate.nbytes)
+        if fate.peer_bytes:
+            comm = Comm("all_gather", "tp", fate.nbytes)
+            done = self.w.collective(comm, storage.part, storage.label, parts, [whole])
+            self.w.wait(COMPUTE, done)
+            return
         self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
 
 
@@ -272,20 +296,21 @@ def _orphan(storage: Storage) -> str:
 
 
 class Rebuilder:
-    """Decides when tensors are rebuilt: at the points before their readers that the plan names.
+    """Decides when tensors are rebuilt, at the points before their readers that the plan names.
     `Recomputer` emits the operators."""
 
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
-        self.visited: set[ModelPart] = set()  # the layer or group work of these units is done
-        self.arrive = arrive  # this is called before a unit is rebuilt early
-        self.stalls: list[Action] = []  # they are emitted when their window's collective is done
+        self.visited: set[ModelPart] = set()  # units that were rebuilt as a layer or in a group
+        self.arrive = arrive  # called before a unit is rebuilt early
+        self.stalls: list[Action] = []  # emitted when the collective of their window is done
 
     def scopes(self, unit: Unit) -> None:
         """Rebuild the tensors of layer or group scope that are due before this unit's backward."""
         due = [unit]
-        for group in self._groups(unit):
+        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
+        for group in {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}:
             due = [
                 self.chunk.layer_unit[i]
                 for i, layer in enumerate(self.chunk.layers)
@@ -296,11 +321,7 @@ class Rebuilder:
                 self.arrive(member)
             self._rebuild_unit(member, last=member.prefix == unit.prefix)
 
-    def _groups(self, unit: Unit) -> set[Group]:
-        fates = (self.fates[site] for _, _, site in self.chunk.saved(unit))
-        return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
-
-    def window(self, consumer: Unit, op: str, direction: str) -> None:
+    def window(self, consumer: Unit, op: str) -> None:
         """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`
         layers before their use."""
         if not self.windows:
@@ -314,7 +335,7 @@ class Rebuilder:
                 name
                 for name, _, site in self.chunk.saved(unit)
                 if (w := self.fates[site].window) is not None
-                and (w.op, w.direction) == (op, direction)
+                and (w.op, w.direction) == (op, "backward")
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
                 and maker.storages(unit)[name] not in maker.on_device
@@ -326,8 +347,8 @@ class Rebuilder:
         self._note_stalls(issued)
 
     def _note_stalls(self, issued: int) -> None:
-        """Record a stall for each kernel that is recomputed during a collective.  The two share SMs
-        and HBM, so the longer one takes more time; the stall adds this time after both."""
+        """Record a stall for each kernel that is recomputed during a collective. Both use the GPU's
+        SMs and HBM, so the longer of the two takes more time; the stall is this time."""
         actions = self.recomputer.w.actions
         before = reversed(actions[:issued])
         comm = next((a.exchange.comm for a in before if a.stream != COMPUTE), None)
@@ -346,7 +367,7 @@ class Rebuilder:
         ]
 
     def settle(self) -> None:
-        """Emit the recorded stalls, whose collectives are done."""
+        """Emit the recorded stalls; their collectives are done."""
         for stall in self.stalls:
             self.recomputer.w.add(stall)
         self.stalls = []
@@ -369,7 +390,7 @@ class Rebuilder:
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
             and storage not in self.recomputer.on_device
-            # A tensor in pieces is rebuilt once with its group, and later by each piece for itself.
+            # With its group a tensor in pieces is rebuilt once; later each piece rebuilds itself.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}

@@ -15,17 +15,18 @@ from rematbench.plan import Transfers
 
 
 class Reloader:
-    """The reloads of a chunk.  With chunk granularity, all copies precede the block.  With layer
+    """The reloads of a chunk. With chunk granularity, all copies come before the block. With layer
     granularity, each layer is reloaded before its backward, into rounding buffers if the plan has
-    them; the first layer is reloaded during the rank's previous pass, into separate memory."""
+    them; the chunk's last unit with offloaded tensors is reloaded during the rank's previous pass,
+    into separate memory."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.transfers, self.w = chunk, transfers, w
         self.stored = chunk.stored(fates)
         self.layerwise = transfers.granularity == "layer"
-        self.fetched: dict[ModelPart | None, Event] = {}  # maps a unit to the event of its reloads
+        self.fetched: dict[ModelPart | None, Event] = {}  # the end of the reloads, by unit
         self.waited: set[ModelPart] = set()
-        self.tenants: dict[Slot | None, ModelPart] = {}  # maps a buffer to the unit that needs it
+        self.tenants: dict[Slot | None, ModelPart] = {}  # the unit that uses a buffer, by buffer
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
@@ -46,7 +47,7 @@ class Reloader:
         return table
 
     def start(self) -> set[Storage]:
-        """Declare the storages that the forward left alive, on the device and on the host.  With
+        """Return the storages that the forward left alive, on the device and on the host. With
         chunk granularity, compute first waits for all reloads."""
         arrivals: set[Storage] = set()
         for unit in self.chunk.units:
@@ -69,11 +70,11 @@ class Reloader:
         self.wait_for(order[position])
 
     def after(self, unit: Unit) -> None:
-        """Mark the unit's backward as done, so that its rounding buffer can be used again."""
+        """Note that the unit's backward is done, so that its rounding buffer can be used again."""
         self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
 
     def wait_for(self, unit: Unit) -> None:
-        """Wait for a unit's reloads, if it has any, and free their host copies."""
+        """Make compute wait for a unit's reloads, if it has any, and free their host copies."""
         if not self.layerwise or unit.prefix not in self.offloaded or unit.prefix in self.waited:
             return
         self.waited.add(unit.prefix)

@@ -22,12 +22,12 @@ from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 BUCKET = "bucket"
 PART, COPY = storage_of(NO_PART, "gradient_part"), storage_of(NO_PART, "bucket_copy")
-"""Storages of the rank's part of the gradients, which reductions fill, and of the copy of a bucket
-that is reduced."""
+"""The storages of the rank's part of the gradients, which reductions fill, and of the copy of a
+bucket that is reduced."""
 
 
 def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buckets | None:
-    """The buckets of a rank's reductions; None if buckets are not allocated whole."""
+    """The buckets of a rank's reductions; None if the stack does not allocate buckets whole."""
     optimizer = plan.state("optimizer")
     if optimizer.shards == 1 or optimizer.update == "backward":
         return None
@@ -37,7 +37,7 @@ def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buck
 
 
 class BucketReducer(GradReducer):
-    """Reduces gradients on the dp stream whenever the next unit's do not fit a bucket."""
+    """Reduces gradients on the dp stream when the next unit's do not fit into the bucket."""
 
     def __init__(
         self,
@@ -58,14 +58,16 @@ class BucketReducer(GradReducer):
             self.held += (Alloc(PART, buckets.part),)
 
     def _bytes(self, unit: Unit) -> int:
-        """The bytes of a unit's gradients that are alive at once: those of its largest tensor."""
+        """The most bytes of a unit's gradients that are alive together: those of one tensor."""
         weighted = trained_operators(self.problem, unit.table)
         sizes = (max(operator_tensors(self.problem, unit.table, op)) for op in weighted)
         return self.width * max(sizes, default=0)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         if unit.trained:
-            self._open(w)
+            if self.held and not self.opened:
+                w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
+            self.opened = True
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
                 self._empty(w)
             if self.transient:
@@ -84,12 +86,6 @@ class BucketReducer(GradReducer):
 
     def _filled(self) -> int:
         return sum(map(self._size, self.bucket))
-
-    def _open(self, w: BlockWriter) -> None:
-        """Allocate the buckets and the rank's part at the first gradient."""
-        if self.held and not self.opened:
-            w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
-        self.opened = True
 
     def _empty(self, w: BlockWriter) -> None:
         self._drain(w, 0)

@@ -1,13 +1,13 @@
 """Writes the parameter gathers of ZeRO 3 operator by operator, as DeepSpeed fetches modules.
 
 Source: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py, fetch_sub_module: before a
-module runs, its parameters are gathered unless they are gathered already.  Then the next parameters
+module runs, its parameters are gathered unless they are gathered already. Then the next parameters
 in the order of use are fetched, until stage3_prefetch_bucket_size elements are requested or
-stage3_max_live_parameters are gathered.
-Norms are whole on every rank: they have at most stage3_param_persistence_threshold, 1e5 elements.
-Deviations: an operator's matrices (q, k and v; gate and up) are gathered at once; a layer's
-matrices are released together after its pass; what the end of a forward leaves to its backward is
-bounded by stage3_max_live_parameters alone (stage3_max_reuse_distance has the same default).
+stage3_max_live_parameters are gathered. Norms are whole on every rank: they have at most
+stage3_param_persistence_threshold, 1e5 elements. Deviations: an operator's matrices (q, k and v;
+gate and up) are gathered at once; a layer's matrices are released together after its pass; only
+stage3_max_live_parameters bounds what the end of a forward leaves gathered for its backward
+(stage3_max_reuse_distance has the same default).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
 
 FETCHED = event_of("fetched")
-"""The event at which the matrices that a forward leaves gathered have arrived."""
+"""The event at which the matrices that a forward leaves gathered for its backward have arrived."""
 
 
 class Matrices(NamedTuple):
-    """The sharded parameters of an operator, which are gathered at once.  `part`, `op`: the
-    operator that reads them; `buffer`: the storage of the gathered parameters (for a tied head,
-    that of the embedding)."""
+    """The sharded parameters of an operator, which are gathered at once. `part`, `op`: the
+    operator; `buffer`: the storage of the gathered parameters (a tied head's is the
+    embedding's)."""
 
     part: ModelPart
     op: str
@@ -45,7 +45,7 @@ def forward_order(chunk: ChunkOps) -> list[Matrices]:
 
 
 def backward_order(chunk: ChunkOps, fates: Mapping[Site, Resolved]) -> list[Matrices]:
-    """The matrices of a chunk in the order in which its backward first uses them; the backward of a
+    """The matrices of a chunk in the order in which its backward first uses them. The backward of a
     layer that is recomputed whole begins with a forward."""
     found: list[Matrices] = []
     for unit in reversed(chunk.units):
@@ -56,8 +56,8 @@ def backward_order(chunk: ChunkOps, fates: Mapping[Site, Resolved]) -> list[Matr
 
 
 def kept_matrices(chunk: ChunkOps, order: Sequence[Matrices], system: System) -> list[Matrices]:
-    """The first matrices of a backward that are already gathered at the end of the forward: fetched
-    ahead, or used by the forward and not released.  Empty if another pass comes between, or if
+    """The first matrices of a backward that are still gathered at the end of the forward, because
+    they were fetched ahead or were not released. Empty if another pass comes between the two, or if
     nothing is fetched ahead."""
     found: dict[Storage, Matrices] = {}
     for one in order if chunk.backward_next and system.zero.gather_overlap else ():
@@ -85,8 +85,8 @@ def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
 
 
 class MatrixGatherer(ParameterGatherer):
-    """Gathers matrices on the dp stream before the kernels that read them, a bounded number of
-    elements ahead.  `order`: the matrices in the order of the pass.  `kept`: the matrices that a
+    """Gathers matrices on the dp stream before the kernels that read them, at most a fixed number
+    of elements ahead. `order`: the matrices in the order of the pass. `kept`: the matrices that a
     forward leaves gathered for its backward."""
 
     def __init__(
@@ -103,7 +103,7 @@ class MatrixGatherer(ParameterGatherer):
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward
-        self.whole: dict[Storage, Matrices] = {}  # these are gathered and not released
+        self.whole: dict[Storage, Matrices] = {}  # gathered and not released
         self.waited: set[Storage] = set()
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
@@ -112,7 +112,7 @@ class MatrixGatherer(ParameterGatherer):
         return {*self.kept}
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
-        """Gather nothing yet, because `read` gathers the matrices of each kernel."""
+        """Gather nothing yet: `read` gathers the matrices of each kernel."""
         w.weights = self.read
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
@@ -141,7 +141,7 @@ class MatrixGatherer(ParameterGatherer):
             )
 
     def _ahead(self, w: BlockWriter, place: int) -> None:
-        """Fetch matrices that are used after `place` and are not gathered."""
+        """Fetch the next matrices after `place` that are not gathered, up to the limits."""
         asked, live = 0, sum(one.parameters for one in self.whole.values())
         zero = self.system.zero
         limit = min(zero.prefetch_elements, zero.live_elements - live) * self.beside

@@ -33,8 +33,8 @@ from rematbench.plan import StateFate
 
 
 class Reduced(NamedTuple):
-    """A unit whose gradients are reduced, and the events after which no stream uses them, nor the
-    gradients of units that were reduced before."""
+    """A unit whose gradients are reduced. After `events` no stream uses its gradients or those of
+    units reduced earlier."""
 
     unit: ModelPart
     events: tuple[Event, ...]
@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
-    parameters, the group that holds its shards, and how many parameters products read quantised."""
+    parameters, the group that holds its shards, and the number that products read quantised."""
 
     storage: Storage
     parameters: int
@@ -51,7 +51,7 @@ class Gathered(NamedTuple):
 
 
 def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
-    """The buffer for a unit's gathered parameters, or for those of its experts or an operator."""
+    """The buffer for a unit's gathered parameters, or only for its experts' or an operator's."""
     return storage_of(unit, tensor, Role.WEIGHTS)
 
 
@@ -62,8 +62,8 @@ def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
-    """Return the parts of a unit's parameters that are gathered: parameters of experts from expert
-    data-parallel peers, if there are any, and all other parameters."""
+    """Return the parts of a unit's parameters that are gathered: those of experts from expert
+    data-parallel peers, if there are any, and all others."""
     experts = unit.table.expert_parameters
     here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
@@ -84,15 +84,14 @@ class ParameterGatherer:
 
     A layer gather (ZeRO-3, FSDP) allocates the full parameters, `width` bytes each, and runs
     `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather, and no
-    gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
-    once.  A shard in host memory is copied into its part of the full parameters before its gather;
-    without peers the shard is everything, and there is no gather.  Weights of experts are gathered
-    over another group, into a separate buffer.  `release`: whether a unit's gathered copy is freed
-    after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the embedding
-    whose weight the head of the same rank uses; if its gathered copy is freed, the head gathers the
-    weight again.  `in_turn`: each gather is issued just before its use, into memory of another
-    stream, so that two copies are alive on the GPU and one in issue order (FSDP's
-    limit_all_gathers).
+    gather runs ahead. A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
+    once. A shard in host memory is copied into its part of the full parameters before its gather;
+    without peers the shard is everything, and there is no gather. Weights of experts are gathered
+    over another group, into a separate buffer. `release`: whether a unit's gathered copy is freed
+    after its use (with `keeps_ends`, embedding and head are not freed). `tied`: the embedding whose
+    weight the head of the same rank uses; if its gathered copy is freed, the head gathers the
+    weight again. `in_turn`: each gather is issued just before its use, into memory of another
+    stream, so that a GPU has two copies alive and issue order only one (FSDP's limit_all_gathers).
     """
 
     def __init__(
@@ -114,10 +113,10 @@ class ParameterGatherer:
         self.beside = system.zero.gather_overlap
         self.width = width
         self.survivors: set[Storage] = set()
-        self.pending: dict[object, Event] = {}  # gathers end at these events
+        self.pending: dict[object, Event] = {}  # the ends of gathers, by unit
         self.released: Event | None = None
         self.in_turn = False
-        self.released_before: Event | None = None  # holds the previous value of `released`
+        self.released_before: Event | None = None  # the previous value of `released`
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
@@ -136,8 +135,8 @@ class ParameterGatherer:
         return tuple(chain.from_iterable(map(self.own, self._read(unit))))
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Return the storages of parameters that the forward gathered and kept: those of all units
-        under FSDP's shard-grad-op (ZeRO-2), or of embedding and head if the plan keeps them
+        """Return the storages of parameters that the forward left gathered: those of all units
+        under FSDP's shard-grad-op (ZeRO-2), or those of embedding and head if the plan keeps them
         (`keeps_ends`)."""
         fate = self.fate
         kept = [
@@ -170,15 +169,12 @@ class ParameterGatherer:
     def _want(self, w: BlockWriter, unit: Unit) -> None:
         for read in self._read(unit):
             if self.parts(read) and read.prefix not in self.pending:
-                self._gather(w, read)
+                if self.layerwise:
+                    w.parameters[read.prefix] = self.buffers(read)
+                for part in self.parts(read):
+                    event = self._issue(w, read.prefix, part)
+                    self.pending[read.prefix] = event
                 self.for_the_head |= read is not unit
-
-    def _gather(self, w: BlockWriter, unit: Unit) -> None:
-        if self.layerwise:
-            w.parameters[unit.prefix] = self.buffers(unit)
-        for part in self.parts(unit):
-            event = self._issue(w, unit.prefix, part)
-            self.pending[unit.prefix] = event
 
     def _issue(self, w: BlockWriter, part: ModelPart, whole: Gathered) -> Event:
         buffer, parameters, group, quantised = whole
@@ -194,7 +190,9 @@ class ParameterGatherer:
         elif self.layerwise and (free := self.released_before if self.in_turn else self.released):
             w.wait("dp", free)  # The gather reuses the buffer of a released unit.
         if self.layerwise and self.fate.home == "host":
-            copied = self._shard_up(w, part, parameters, allocs)
+            nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
+            ready = w.mark(COMPUTE)
+            copied = w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
             if not self.peers:
                 return copied
             w.wait("dp", copied)
@@ -204,13 +202,6 @@ class ParameterGatherer:
         if self.beside:
             w.stall(comm)
         return event
-
-    def _shard_up(
-        self, w: BlockWriter, part: ModelPart, parameters: int, allocs: tuple[Alloc, ...]
-    ) -> Event:
-        nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
-        ready = w.mark(COMPUTE)
-        return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""
@@ -232,8 +223,8 @@ class ParameterGatherer:
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
     """Return the all-reduce of norm gradients under sequence parallelism, where each rank only has
-    the gradients of its own tokens (Megatron's all-reduce of layer-norm gradients).  A rank holds
-    1 / `shards` of the `norms` parameters."""
+    the gradients of its own tokens (Megatron's all-reduce of layer-norm gradients). `norms`: the
+    number of norm parameters, of which a rank holds 1 / `shards`."""
     return Comm("all_reduce", "tp", system.states.grad_bytes * -(-norms // shards))
 
 
@@ -242,8 +233,8 @@ def gradient_reductions(
 ) -> tuple[Comm, ...]:
     """Return the collectives that sum `nbytes` of gradients over the data-parallel peers: an
     all-reduce or, with a sharded optimizer, a reduce-scatter and an all-reduce of the shards over
-    their replicas (if there are any).  `experts` of these bytes are summed over expert data
-    parallelism instead.  A collective of one rank takes no time."""
+    their replicas (if there are any). `experts` of these bytes are summed over expert data
+    parallelism instead. A collective over one rank takes no time."""
     if experts:
         found = gradient_reductions(layout, optimizer_shards, gradient_shards, nbytes - experts)
         alone = layout.state_shards == 1 and layout.zero_stage >= OPTIMIZER_STAGE
@@ -275,18 +266,18 @@ def allocate_gradients(w: BlockWriter, unit: Unit, storage: Alloc) -> None:
 
 
 class GradReducer:
-    """Reduces each unit's gradients on the dp stream when the unit's backward is done.  If the
-    optimizer runs in the backward, also updates the unit's parameters.
+    """Reduces each unit's gradients on the dp stream when the unit's backward is done. If the
+    optimizer runs in the backward, it also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are
-    reduced; in a stack without reduce_overlap compute waits for each reduction.  Resident
-    gradients are reduced in place, in buckets of `bucket_bytes`.  With gradients in host
-    memory, the part that this rank updates is copied to the host as soon as it is reduced,
-    during the rest of the backward, in every micro-batch, and the host sums these parts
-    (deviation: DeepSpeed moves its sum to the device and back, which costs more).
-    `leaving`: for each unit, the number of parameters whose gradients go to the host, if the host
-    updates only some pieces of the states.  `tied`: the embedding's unit if the head of the same
-    rank uses its weight; the head is the first to add to that gradient.
+    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are reduced;
+    in a stack without reduce_overlap compute waits for each reduction. Resident gradients are
+    reduced in place, in buckets of `bucket_bytes`. With gradients in host memory, the part that
+    this rank updates is copied to the host as soon as it is reduced, during the rest of the
+    backward, in every micro-batch, and the host sums these parts (deviation: DeepSpeed moves its
+    sum to the device and back, which costs more). `leaving`: for each unit, the number of
+    parameters whose gradients go to the host, if the host updates only some pieces of the states.
+    `tied`: the embedding's unit if the head of the same rank uses its weight; the head is the first
+    to add to that gradient.
     """
 
     def __init__(
@@ -313,9 +304,9 @@ class GradReducer:
         self.sums_in_last = False  # norms are summed before each reduction, not after the passes
         self.norms: list[Event] = []
         self.reduced: list[Reduced] = []
-        self.down: Event | None = None  # the latest copy to the host ends here
+        self.down: Event | None = None  # the end of the latest copy to the host
         self.in_flight: list[tuple[Event, Storage]] = []
-        self.survivors: set[Storage] = set()  # these storages outlive the block
+        self.survivors: set[Storage] = set()  # storages that outlive the block
 
     def buffer(self, unit: Unit) -> Storage:
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
@@ -328,10 +319,7 @@ class GradReducer:
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.trained:
-            allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
-
-    def _bytes(self, unit: Unit) -> int:
-        return self.width * unit.trained
+            allocate_gradients(w, unit, Alloc(self.buffer(unit), self.width * unit.trained))
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Reduce a full bucket, and free the buffers of earlier reductions."""
@@ -387,7 +375,7 @@ class GradReducer:
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> None:
         """Reduce the bucket's `size` bytes, which are in `storages` or in the new `allocs`, and
-        copy this rank's part to the host if gradients are there."""
+        copy this rank's part to the host if gradients live there."""
         event = self._exchange(w, size, storages, allocs) if self.shared else w.mark(COMPUTE)
         if self.norms and not self.shared:
             event = self.norms[-1]
@@ -406,7 +394,7 @@ class GradReducer:
         self.bucket = []
 
     def _leaving(self, unit: Unit) -> int:
-        """The number of parameters of this rank's part of a unit whose gradients go to the host."""
+        """The number of parameters in this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
             return self.leaving[unit.prefix]
         return updated(unit, self.optimizer, self.layout)

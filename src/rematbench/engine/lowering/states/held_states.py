@@ -1,11 +1,11 @@
-"""Writes states that a pipeline holds until a rank's last pass, with one gather and one reduction.
+"""Writes the states that a pipeline holds until a rank's last pass: one gather and one reduction.
 
-Source: FSDP2 in a pipeline (torch 2.13).  distributed/pipelining/stage.py: every backward runs with
+Source: FSDP2 in a pipeline (torch 2.13). distributed/pipelining/stage.py: every backward runs with
 set_reshard_after_backward(False) and set_requires_gradient_sync(False); perform_reduce_grad then
-reshards and reduces one group after the other.  distributed/fsdp/_fully_shard/_fsdp_param.py,
+reshards and reduces one group after the other. distributed/fsdp/_fully_shard/_fsdp_param.py,
 to_accumulated_grad_if_needed: gradients of another dtype than the reduction's are added to a sum.
 Deviations: torch reduces a chunk after the chunk's last backward; here all chunks of a rank are
-reduced after the rank's last pass.  The seconds of additions to a sum are left out.
+reduced after the rank's last pass. The seconds of additions to a sum are left out.
 """
 
 from typing import NamedTuple
@@ -41,14 +41,13 @@ def sums_gradients(plan: Plan) -> bool:
 
 
 def lends_gradients(plan: Plan) -> bool:
-    """Whether no gradients are resident: those of a unit live only until its update, or the program
-    allocates and frees them."""
+    """Whether no gradients are resident: a unit's gradients live only until its update, or the
+    program allocates and frees them."""
     return plan.state("optimizer").update == "backward" or sums_gradients(plan)
 
 
 class HeldParameters(ParameterGatherer):
-    """Gives kernels the copies that the chunk's first forward gathered and for which compute has
-    waited there."""
+    """Gives kernels the copies that the chunk's first forward gathered and waited for."""
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         self.ready(w, units[position])
@@ -65,7 +64,7 @@ class HeldParameters(ParameterGatherer):
 
 class GradientSums(GradReducer):
     """Adds each unit's gradients to a sum of `reduce_bytes` per parameter, which the chunk's
-    `first` backward allocates.  Gradients of another width go through a buffer of the unit.  A rank
+    `first` backward allocates. Gradients of another width first go to a buffer of the unit. A rank
     has no shard of gradients until the reduction (zero_grad(set_to_none=True))."""
 
     def __init__(self, plan: Plan, problem: Problem, *, first: bool) -> None:

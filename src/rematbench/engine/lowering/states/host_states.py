@@ -46,8 +46,8 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
 
 
 def _of_tensors(problem: Problem, plan: Plan, rank: int) -> int:
-    """Host bytes if each tensor that the host updates has separate buffers.  All experts of an
-    operator count as one tensor; their number is usually a power of two, as buffers' sizes are."""
+    """Host bytes if each tensor that the host updates has its own buffers. All experts of an
+    operator count as one tensor: their number is usually a power of two, as buffers' sizes are."""
     optimizer, parts = plan.state("optimizer"), list[int]()
     for table, op in _weighted(problem, plan, rank):
         for count in operator_tensors(problem, table, op):
@@ -60,8 +60,8 @@ def _of_tensors(problem: Problem, plan: Plan, rank: int) -> int:
 
 def on_device(problem: Problem, plan: Plan, rank: int) -> dict[str, int]:
     """For each kind of state whose home is the host, the bytes of a rank that stay on the device:
-    optimizer states of resident pieces and `resident_bytes` of the others; gradients of pieces that
-    the host does not update."""
+    the optimizer states of resident pieces, `resident_bytes` for each other parameter, and
+    gradients of pieces that the host does not update."""
     optimizer, states = plan.state("optimizer"), problem.system.states
     if optimizer.home == "device":
         return {}

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import OpTable
-from rematbench.costs.states import shard
+from rematbench.costs.states import PARAMETER_STAGE, shard
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.states.state_shards import operator_tensors, sharded
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.engine.program.storage import EMBEDDING, SHARE
-from rematbench.inputs.system import System
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, trained_operators
 
@@ -18,9 +17,9 @@ MOMENTS = 2
 
 
 def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
-    """Return the late tensors of a rank; None if the stack allocates states and gradients before
-    training.  Gradients can only be late on a pipeline of one rank, and not if an update in the
-    backward frees them unit by unit."""
+    """Return the tensors that a rank allocates between activations; None if the stack allocates
+    states and gradients before training. Gradients can only be late in a pipeline of one rank, and
+    not if an update in the backward frees them unit by unit."""
     system, layout = problem.system, problem.layout
     here = plan.state("optimizer").home == "device"
     state_bytes = system.states.late_state_bytes if here else 0
@@ -35,9 +34,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     optimizer = plan.state("optimizer")
     held = sum(unit.trained for chunk in chunks for unit in chunk.units)
     whole = system.states.flat_step and here and optimizer.update == "step"
-    flat = flat_update(plan, system, held) if whole else None
+    flat = flat_update(plan, problem, held) if whole else None
     tables = [((chunk.chunk, unit.prefix), unit.table) for chunk in chunks for unit in chunk.units]
-    if plan.schedule in VOCABULARY:  # Every stage has a share in place of the embedding.
+    if plan.schedule in VOCABULARY:  # Every stage has a part of the vocabulary, not the embedding.
         tables = [one for one in tables if one[0][1] != EMBEDDING]
         tables.append(((0, SHARE), problem.shared.share))
     for unit, table in tables:
@@ -60,9 +59,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 
 
 class FlatUpdate(NamedTuple):
-    """The optimizer step of a rank's flat parameters.  `tensors`: the parameters of each flat
-    tensor; `scratch`: the bytes by which the step's flat gradients, and then their wide copy,
-    exceed the memory in use before the step."""
+    """The optimizer step of a rank's flat parameters. `tensors`: the parameters of each flat
+    tensor; `scratch`: the bytes by which first the step's flat gradients, and then also their wide
+    copy, exceed the memory that was in use before the step."""
 
     tensors: list[int]
     scratch: list[int]
@@ -71,11 +70,13 @@ class FlatUpdate(NamedTuple):
 NO_UPDATE = FlatUpdate([], [])
 
 
-def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
+def flat_update(plan: Plan, problem: Problem, held: int) -> FlatUpdate:
     """The optimizer step of a stack with flat_step on a rank that holds `held` parameters before
-    sharding."""
+    sharding.  ZeRO 3 updates one sub-group after the other, on one rank too."""
+    system = problem.system
     count = shard(held, plan.state("optimizer").shards)
-    part = (system.zero.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
+    grouped = problem.layout.zero_stage == PARAMETER_STAGE
+    part = (system.zero.sub_group_parameters if grouped else 0) or count
     tensors = [min(part, count - start) for start in range(0, count, part)]
     freed = system.states.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
     flat = min(system.states.grad_bytes, system.states.step_scratch_bytes) * tensors[0]

@@ -1,8 +1,9 @@
-"""Updates of pieces of optimizer states that start in the last backward, as gradients become ready.
+"""Updates of pieces of optimizer states that start during the last backward, as gradients become
+ready.
 
 A piece is ready when the gradients of its last unit are reduced in the last backward of the unit's
-chunk.  Its gradients then go to the host, or its states to the device.  An update on the device is
-issued when the next piece is ready, so that compute does not wait for the copy.  Weights that the
+chunk. Then its gradients go to the host, or its states to the device. An update on the device is
+issued when the next piece is ready, so that compute does not wait for the copy. Weights that the
 host updated go up after the last backward, because an earlier copy would delay reloads.
 """
 
@@ -48,11 +49,11 @@ class Ready(NamedTuple):
 
 
 ReadyPieces = tuple[dict[ModelPart, tuple[Ready, ...]], ...]
-"""For each chunk and unit, the pieces that are ready when the unit's gradients are reduced."""
+"""For each chunk and unit, the pieces that become ready when the unit's gradients are reduced."""
 
 
 def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
-    """A rank's pieces, by the unit after which they are ready; None without early starts."""
+    """A rank's pieces by the unit after which they are ready; None without an early start."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or optimizer.pieces.start == "norm" or optimizer.home == "device":
         return None
@@ -79,9 +80,9 @@ class ReadyWriter:
     ) -> None:
         self.w, self.due, self.widths, self.slots = w, due, widths, cut.slots
         self.landing: list[tuple[Ready, tuple[Event, ...], Storage | None]] = []
-        """Updates on the device that are not issued yet: the piece, the events for which it waits,
-        and the storage of its states (None: resident)."""
-        self.visiting: list[ModelPart] = []  # the states of these visits are on their way back
+        """Updates on the device that are not issued yet: (piece, events for which it waits, storage
+        of its states or None if they are resident)."""
+        self.visiting: list[ModelPart] = []  # visits whose states are on their way back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
         due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]
@@ -97,8 +98,8 @@ class ReadyWriter:
                     self._visit(one, events)
 
     def finish(self, *, last: bool) -> set[Storage]:
-        """Issue the remaining updates, and end all visits unless the chunk is the `last` one;
-        return the storages of visits whose states are on their way back."""
+        """Issue the remaining updates, and end all visits unless the chunk is the `last` one.
+        Return the storages of visits whose states are still on their way back."""
         self._land(len(self.landing))
         while self.visiting and not last:
             _end_visit(self.w, self.visiting.pop(0))
@@ -114,7 +115,7 @@ class ReadyWriter:
         self.w.add(piece_update(part, one.piece, self.widths, event=_updated(part)))
 
     def _visit(self, one: Ready, events: tuple[Event, ...]) -> None:
-        """Copy a piece's states to the device, once one of `slots` visits is free."""
+        """Copy a piece's states to the device, once fewer than `slots` visits are in progress."""
         while self.visiting or self.landing:
             flying = len(self.visiting) + sum(states is not None for _, _, states in self.landing)
             if flying < self.slots:
@@ -162,8 +163,8 @@ def _end_visit(w: BlockWriter, part: ModelPart) -> None:
 def ready_end_block(
     due: Sequence[tuple[Ready, ...]], cut: Pieces, widths: PieceWidths, *, last: bool
 ) -> Block:
-    """End the updates of a chunk's pieces: copy up the weights that the host updated and, for the
-    `last` chunk, wait for the last visits."""
+    """End the updates of a chunk's pieces: copy the weights that the host updated to the device
+    and, for the `last` chunk, wait for the last visits."""
     w = BlockWriter()
     up: Event | None = None
     pieces = [one for each in due for one in each]

@@ -41,10 +41,10 @@ from rematbench.problem import Problem
 
 
 class PieceWidths(Struct, frozen=True, kw_only=True):
-    """Bytes per parameter.  `param`: weights in compute precision; `states`: master weights and
-    moments; `scratch`: temporary bytes of an update on the device; `down`: gradients on the device
-    that the host's update needs; `up`: weights that go to the device after the host's update (0:
-    their home is the host); `back`: weights that go to the host after an update on the device."""
+    """Bytes per parameter. `param`: weights in compute precision; `states`: master weights and
+    moments; `scratch`: temporary bytes of an update on the device; `down`: gradients that go to the
+    host for its update; `up`: weights that go to the device after the host's update (0: weights
+    live on the host); `back`: weights that go to the host after an update on the device."""
 
     param: int
     states: int
@@ -71,7 +71,7 @@ Leaving = tuple[dict[ModelPart, int], ...]
 
 
 def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | None:
-    """The gradients of each unit that leave the device once reduced; None if all or none do."""
+    """The number of each unit's gradients that go to the host; None if all or none do."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
@@ -117,8 +117,8 @@ def piece_update(
     reads: tuple[Storage, ...] = (),
     event: Event | None = None,
 ) -> Action:
-    """Return the update of a piece: on the host if it has an `event`, which records its end, or on
-    the device, where it `reads` the piece's states (empty: they are resident)."""
+    """Return the update of a piece: on the host if it has an `event`, which records its end;
+    otherwise on the device, where it `reads` the piece's states (empty: they are resident)."""
     return Action(
         kind=Kind.OPTIMIZER,
         stream=HOST_UPDATE if event else COMPUTE,
@@ -132,8 +132,8 @@ def piece_update(
 
 
 def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:
-    """Update a rank's pieces, of which at least one is not resident on the device.  Without `cut`
-    there is a single piece, which the actions do not name."""
+    """Update a rank's pieces, some of which are not resident on the device. Without `cut` there is
+    a single piece, which has no name in the actions."""
     return Block("OPT_HOST", tuple(_Writer(pieces, cut, widths).run()))
 
 
@@ -143,11 +143,11 @@ class _Writer:
         self.slots, self.named = (cut.slots if cut else 0), cut is not None
         self.w = BlockWriter()
         self.ready = self.w.mark(COMPUTE)
-        """The event after which a piece may start: all gradients and their norm exist; without
-        slots, the previous piece has ended as well."""
-        self.visiting: list[tuple[Event, Storage]] = []  # each visit in flight ends at its event
-        self.updated: tuple[Piece, Event] | None = None  # by the host; its weights are not up yet
-        self.down: dict[int, Event] = {}  # each piece's gradients arrive on the host then
+        """The event after which a piece may start: all gradients and their norm are known and,
+        without slots, the previous piece has ended."""
+        self.visiting: list[tuple[Event, Storage]] = []  # (end, states) of each visit in flight
+        self.updated: tuple[Piece, Event] | None = None  # by the host, weights not copied up yet
+        self.down: dict[int, Event] = {}  # the arrival of gradients on the host, by piece
         self.back: list[Event] = []
         hosted = [piece for piece in pieces if piece.place == "host"]
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
@@ -173,7 +173,7 @@ class _Writer:
             self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
 
     def _hosted(self, piece: Piece) -> None:
-        """Update a piece on the host, while the gradients of the host's next piece go down."""
+        """Update a piece on the host, while the gradients of the next such piece go down."""
         self._weights_up()
         self.w.wait(HOST_UPDATE, self._gradients(piece))
         done = self.w.new_event()
@@ -221,7 +221,7 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _end_visits(self, leave: int) -> None:
-        """Wait for the oldest visits until `leave` are in flight, and free their storages."""
+        """Wait for the oldest visits until only `leave` are in flight, and free their storages."""
         while len(self.visiting) > leave:
             end, states = self.visiting.pop(0)
             self.w.wait(COMPUTE, end)

@@ -13,15 +13,15 @@ STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
 
 
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
-    """The number of parameters whose state the fullest rank holds, out of `rest` parameters and of
+    """The number of parameters whose state the fullest rank holds, out of `rest` parameters and
     `experts` parameters of experts, whose states are sharded over expert data parallelism."""
     shards = layout.expert_shards if shards_experts(fate, layout) else 1
     return shard(rest, fate.shards) + shard(experts, shards)
 
 
 def shards_experts(fate: StateFate, layout: Layout) -> bool:
-    """Whether expert data parallelism shards the experts' states: if ZeRO shards those of the other
-    parameters, or would shard them if they had peers."""
+    """Whether expert data parallelism shards the experts' states: if ZeRO shards the states of
+    other parameters, or would shard them if there were peers."""
     parted = fate.shards > 1 or layout.state_shards == 1
     if fate.kind == "parameter":
         return parted and fate.gather == "layer"
@@ -29,7 +29,7 @@ def shards_experts(fate: StateFate, layout: Layout) -> bool:
 
 
 def has_whole_gradients(gradient: StateFate, layout: Layout) -> bool:
-    """Whether a unit's gradients are whole only until their reduction, because some are sharded."""
+    """Whether a unit's gradients are whole until their reduction and sharded afterwards."""
     return gradient.shards > 1 or (layout.expert_shards > 1 and shards_experts(gradient, layout))
 
 
@@ -43,7 +43,7 @@ def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> in
 
 def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
     """The numbers of trained parameters of an operator's tensors, in reverse order, as autograd
-    reaches them.  In a stack without fused linears, each output of a linear has its own tensor."""
+    reaches them. Without fused linears, each output of a linear has a separate tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
     count = op.trained_parameters
     if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
@@ -61,8 +61,8 @@ def quantised_weights(problem: Problem, plan: Plan, rank: int) -> int:
 
 
 def quantised_bytes(problem: Problem, plan: Plan, rank: int) -> int:
-    """Bytes that a rank's quantised weights add to its parameters; below 0 if they replace wider
-    parameters."""
+    """Bytes that a rank's quantised weights add to its parameters (negative if they replace
+    some)."""
     each = resident_bytes(
         problem.workload, problem.system, problem.cluster.generation, problem.layout.zero_stage
     )
