@@ -131,8 +131,7 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
     a row is neither used nor excluded.  The result is deterministic."""
     sources = load_sources(folder / f"{SOURCES}.yaml")
     every = read_kernel_rows(published)
-    lost = unclaimed(sources, every)
-    if lost:
+    if lost := unclaimed(sources, every):
         lines = ", ".join(str(row.line) for row in lost)
         raise KernelError(f"kernels.csv: lines {lines} are neither used nor excluded")
     rows = sources.used(every)
