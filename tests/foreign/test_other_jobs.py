@@ -180,13 +180,24 @@ def test_options_of_experts_hold_for_a_named_model(tmp_path: Path) -> None:
     assert facts(made)["dispatcher"] == "deepep"
 
 
-def test_a_shared_expert_is_refused_where_there_is_one(tmp_path: Path) -> None:
-    line = SWIFT + "--moe_shared_expert_overlap true"
-    assert not job(tmp_path, line)[1].refused
-    line = f"x.py {SIZES} --num-experts 4 --moe-shared-expert-overlap"
-    assert not job(tmp_path, line)[1].refused
-    line += " --moe-shared-expert-intermediate-size 64"
-    assert any("shared" in text for text in job(tmp_path, line)[1].refused)
+@pytest.mark.parametrize(
+    ("more", "noted", "refused"),
+    [
+        ("", False, ""),
+        (" --moe-shared-expert-intermediate-size 64", True, ""),
+        (" --moe-shared-expert-intermediate-size 64 --tensor-model-parallel-size 2", False, "tp"),
+        (" --moe-shared-expert-intermediate-size 64 --moe-token-dispatcher-type allgather",
+         False, "alltoall"),
+    ],
+)  # fmt: skip
+def test_a_shared_expert_beside_the_exchanges_is_noted(
+    tmp_path: Path, more: str, noted: bool, refused: str
+) -> None:
+    line = f"torchrun --nproc_per_node 8 x.py {SIZES} --num-experts 4 --moe-shared-expert-overlap"
+    reading = job(tmp_path, f"{line} --moe-token-dispatcher-type alltoall{more}")[1]
+    assert any("upper bound" in text for text in reading.notes) == noted
+    assert [refused in text for text in reading.refused] == ([True] if refused else [])
+    assert not job(tmp_path, SWIFT + "--moe_shared_expert_overlap true")[1].refused
 
 
 def test_experts_that_do_not_fit_the_gpus_are_named(tmp_path: Path) -> None:
