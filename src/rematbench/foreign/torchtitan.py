@@ -25,14 +25,12 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
     _checkpoint(reading, data.get("activation_checkpoint") or {})
     reading.system = _compiled(reading, data) or reading.system
     read_converters(reading, data)
+    _experts(reading)
     _batch(reading)
     return reading
 
 
 def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
-    if section.get("expert_parallel_degree", 1) != 1:
-        key = f"{prefix}expert_parallel_degree"
-        reading.refused.append(f"{key}: experts are not simulated with FSDP")
     key = f"{prefix}fsdp_reshard_after_forward"
     reshard = str(section.get("fsdp_reshard_after_forward", "default"))
     if reshard == "never":
@@ -93,6 +91,25 @@ def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
             f"compile.components: {components} (compiling the loss alone is not modelled)"
         )
     return "torchtitan-2025-06" if "loss" in components else "torchtitan-compiled"
+
+
+def _experts(reading: Reading) -> None:
+    """Set the stack and the tensor parallelism of experts that EP spreads (torchtitan,
+    distributed/parallel_dims.py: 1 unless the file says more; without EP it is that of all else).
+    Versions with the key are those of torchtitan-2026 if they are eager."""
+    if reading.get("ep", 1) == 1:
+        reading.values.pop("etp", None)
+        return
+    key = reading.keys["ep"]
+    if reading.get("etp") is None:
+        reading.put("etp", 1, key)
+    if reading.system == "torchtitan":
+        reading.system = "torchtitan-2026"
+    if reading.get("recipe"):
+        text = "experts that stay in 16 bits beside linears in FP8 are not modelled"
+        reading.refused.append(f"{key}: {text}")
+    text = "the operators of experts are Megatron-core's fused ones; eager ones hold more"
+    reading.notes.append(f"{key}: {text}")
 
 
 def _batch(reading: Reading) -> None:
