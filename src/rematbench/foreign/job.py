@@ -154,9 +154,8 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _shared_overlap(values: dict[str, Any], reading: Reading) -> None:
-    """Note or refuse a shared expert that runs on a second stream beside the exchanges
-    (megatron-core 0.16.1, moe/shared_experts.py: its linears do not gather, so with TP they save
-    the gathered input; transformer_config.py: alltoall alone)."""
+    """Note or refuse a shared expert on a second stream (megatron-core 0.16.1, shared_experts.py:
+    its linears do not gather, so with TP they save the gathered input; transformer_config.py)."""
     key = reading.keys["shared_overlap"]
     if values.get("tp", 1) > 1:
         text = "with tp, the gathered input that the shared expert then saves is not modelled"
@@ -164,10 +163,8 @@ def _shared_overlap(values: dict[str, Any], reading: Reading) -> None:
     elif reading.facts.get("dispatcher", "alltoall") != "alltoall":
         reading.refused.append(f"{key}: Megatron-core allows it with the dispatcher alltoall alone")
     else:
-        text = (
-            "the shared expert is timed one after the other with the exchanges (an upper bound of"
-        )
-        reading.notes.append(f"{key}: {text} the step), in the memory pool of the first stream")
+        text = "the shared expert and the exchanges are timed one after the other, an upper bound"
+        reading.notes.append(f"{key}: {text} of the step; their memory is one stream's pool")
 
 
 def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:

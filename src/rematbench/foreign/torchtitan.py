@@ -94,9 +94,8 @@ def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
 
 
 def _experts(reading: Reading) -> None:
-    """Set the stack and the tensor parallelism of experts that EP spreads (torchtitan,
-    distributed/parallel_dims.py: 1 unless the file says more; without EP it is that of all else).
-    Versions with the key are those of torchtitan-2026 if they are eager."""
+    """Set the stack (eager versions with EP are torchtitan-2026) and the TP of experts: 1 with EP
+    if the file says no other, else that of all layers (torchtitan, parallel_dims.py)."""
     if reading.get("ep", 1) == 1:
         reading.values.pop("etp", None)
         return
