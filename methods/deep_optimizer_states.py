@@ -39,7 +39,7 @@ class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slots: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        if reason := refusal(problem, base):
+        if reason := refusal(problem, base, gradients=True):
             return Unsupported(reason)
         size, count = piece_size(problem, base, self.size)
         found: list[Place] = []

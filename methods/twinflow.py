@@ -27,7 +27,7 @@ class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: PositiveInt = 100_000_000
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        if reason := refusal(problem, base):
+        if reason := refusal(problem, base, gradients=True):
             return Unsupported(reason)
         share, bound = self.ratio, "given"
         if share is None:

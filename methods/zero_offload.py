@@ -28,7 +28,7 @@ class ZeroOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         if self.delayed:
             return Unsupported("delayed updates are one step old: not lossless; use delayed=false")
-        if reason := refusal(problem, base):
+        if reason := refusal(problem, base, gradients=True):
             return Unsupported(reason)
         pieces = Pieces(size=piece_size(problem, base, self.size)[0], places=("host",))
         return placed(problem, base, pieces, gradients=True)

@@ -454,11 +454,12 @@ def assumed(problem: Problem) -> str:
     generation, network, stack = problem.constants
     model, system = problem.workload.model, problem.system
     native = model.norm == "layernorm" and not model.norm_in_fp32
+    eager = "eager (of experts fused)" if model.experts else "eager"
     kernels = {
         "attention": problem.kernel + " with its sinks" * model.attention_sinks,
         "norm": "fused" if native else system.norm_kernel,
         "RoPE": system.rope_kernel if model.position == "rope" else "",
-        "activation": ("fused" if system.kernels.fused_swiglu else "eager") if model.gated else "",
+        "activation": ("fused" if system.kernels.fused_swiglu else eager) if model.gated else "",
         "loss": _loss(system),
         "CUDA graphs": graphs(problem),
     }

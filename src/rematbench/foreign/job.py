@@ -144,14 +144,27 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         model = load_model(str(values["model"]))
         layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
     if values.get("shared_overlap") and shared:
-        text = "a shared expert that runs during the dispatch is not modelled"
-        reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
+        _shared_overlap(values, reading)
     if not layers:
         keys = ", ".join(reading.keys[name] for name in sorted(present))
         reading.refused.append(f"{keys}: the number of the model's layers is not known (--model)")
         return
     _chunks(values, reading, layers)
     _partition(values, reading, layers)
+
+
+def _shared_overlap(values: dict[str, Any], reading: Reading) -> None:
+    """Note or refuse a shared expert on a second stream (megatron-core 0.16.1, shared_experts.py:
+    its linears do not gather, so with TP they save the gathered input; transformer_config.py)."""
+    key = reading.keys["shared_overlap"]
+    if values.get("tp", 1) > 1:
+        text = "with tp, the gathered input that the shared expert then saves is not modelled"
+        reading.refused.append(f"{key}: {text}")
+    elif reading.facts.get("dispatcher", "alltoall") != "alltoall":
+        reading.refused.append(f"{key}: Megatron-core allows it with the dispatcher alltoall alone")
+    else:
+        text = "the shared expert and the exchanges are timed one after the other, an upper bound"
+        reading.notes.append(f"{key}: {text} of the step; their memory is one stream's pool")
 
 
 def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:

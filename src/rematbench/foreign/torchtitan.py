@@ -25,14 +25,12 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
     _checkpoint(reading, data.get("activation_checkpoint") or {})
     reading.system = _compiled(reading, data) or reading.system
     read_converters(reading, data)
+    _experts(reading)
     _batch(reading)
     return reading
 
 
 def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
-    if section.get("expert_parallel_degree", 1) != 1:
-        key = f"{prefix}expert_parallel_degree"
-        reading.refused.append(f"{key}: experts are not simulated with FSDP")
     key = f"{prefix}fsdp_reshard_after_forward"
     reshard = str(section.get("fsdp_reshard_after_forward", "default"))
     if reshard == "never":
@@ -93,6 +91,24 @@ def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
             f"compile.components: {components} (compiling the loss alone is not modelled)"
         )
     return "torchtitan-2025-06" if "loss" in components else "torchtitan-compiled"
+
+
+def _experts(reading: Reading) -> None:
+    """Set the stack (eager versions with EP are torchtitan-2026) and the TP of experts: 1 with EP
+    if the file says no other, else that of all layers (torchtitan, parallel_dims.py)."""
+    if reading.get("ep", 1) == 1:
+        reading.values.pop("etp", None)
+        return
+    key = reading.keys["ep"]
+    if reading.get("etp") is None:
+        reading.put("etp", 1, key)
+    if reading.system == "torchtitan":
+        reading.system = "torchtitan-2026"
+    if reading.get("recipe"):
+        text = "experts that stay in 16 bits beside linears in FP8 are not modelled"
+        reading.refused.append(f"{key}: {text}")
+    text = "the operators of experts are Megatron-core's fused ones; eager ones hold more"
+    reading.notes.append(f"{key}: {text}")
 
 
 def _batch(reading: Reading) -> None:

@@ -6,20 +6,35 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.plan_checks import too_early
 from rematbench.engine.lowering.states.state_shards import rank_sharded
-from rematbench.plan import Pieces, Place, Plan
+from rematbench.plan import Pieces, Place, Plan, StateFate, passes_refusal, slices_refusal
 from rematbench.problem import Problem
 from rematbench.solve.kept import smallest_fitting
 
 
-def refusal(problem: Problem, base: Plan, pieces: Pieces | None = None) -> str:
-    """Why a base's optimizer states cannot be placed in pieces; empty if they can.  `pieces`: the
-    pieces, if they may start early."""
+def refusal(
+    problem: Problem, base: Plan, pieces: Pieces | None = None, *, gradients: bool = False
+) -> str:
+    """Why a base's optimizer states cannot be placed in pieces; empty if they can. `pieces`: the
+    pieces, if they may start early; `gradients`: whether gradients leave in the backward."""
     optimizer = base.state("optimizer")
     if optimizer.home == "host" or optimizer.pieces is not None:
         return "the base already places the optimizer's states"
     if optimizer.update == "backward":
         return "the base updates in the backward, which leaves no states to place"
+    if gradients:
+        moved = _with_fates(base, replace(base.state("gradient"), home="host"))
+        layout = problem.layout
+        work, system = problem.workload, problem.system
+        passes = passes_refusal(moved, layout, system, work.model)
+        if refused := passes or slices_refusal(moved, system, layout, work, problem.attention):
+            return refused
     return too_early(base, problem, pieces) if pieces else ""
+
+
+def _with_fates(base: Plan, *fates: StateFate) -> Plan:
+    """The base with other fates of some kinds of states, which stand last."""
+    kinds = {fate.kind for fate in fates}
+    return replace(base, states=(*(fate for fate in base.states if fate.kind not in kinds), *fates))
 
 
 def shares(problem: Problem, base: Plan) -> list[int]:
@@ -52,8 +67,7 @@ def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> 
     gradient = base.state("gradient")
     if gradients and "host" in pieces.places:
         gradient = replace(gradient, home="host")
-    others = tuple(s for s in base.states if s.kind not in ("optimizer", "gradient"))
-    return replace(base, states=(*others, gradient, optimizer))
+    return _with_fates(base, gradient, optimizer)
 
 
 def smallest_share(
