@@ -210,14 +210,19 @@ def fit_attention(
     waves: dict[str, Share],
     sm_count: int,
     like: AttentionRates | None = None,
+    lengths: AttentionRates | None = None,
 ) -> AttentionRates:
     """The fitted rates of a backend: efficiency and half_rows of both directions, then a factor for
     every other head dimension.  `like`: only one direction is fitted; the ratio of backward to
-    forward is taken from this backend."""
+    forward is taken from this backend.  `lengths`: half_rows are taken from this backend."""
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     sides = 2 if like is None else 1
+    numbers = ("efficiency", "half_rows") if lengths is None else ("efficiency",)
+    start, *bounds = (side[: len(numbers)] * sides for side in (START, LOWEST, HIGHEST))
 
     def passes(x: Array | list[float]) -> tuple[AttentionPass, AttentionPass]:
+        if lengths is not None:
+            x = [x[0], lengths.forward.half_rows, x[-1], lengths.backward.half_rows]
         ahead = (float(x[0]), float(x[1]))
         back = (float(x[-2]), float(x[-1]))
         if like is not None:
@@ -237,11 +242,11 @@ def fit_attention(
             ),
         )
 
-    best = solve(misses, START * sides, (LOWEST * sides, HIGHEST * sides))
-    fitted: tuple[str, ...] = ("forward.efficiency", "forward.half_rows")
-    why = "half_waves: the generation's"
+    best = solve(misses, start, (bounds[0], bounds[1]))
+    fitted = tuple(f"forward.{number}" for number in numbers)
+    why = "half_waves: the generation's" + "; half_rows: of the same one" * (lengths is not None)
     if like is None:
-        fitted += ("backward.efficiency", "backward.half_rows")
+        fitted += tuple(f"backward.{number}" for number in numbers)
     else:
         why += "; backward over forward: as the backend that sources.yaml names by `like`"
     forward, backward = (
