@@ -5,7 +5,7 @@ them.  Golden files are rewritten by
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -68,6 +68,16 @@ SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "pape
 """Folders of tests/ whose modules share a process or a long set-up, the longest first."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's collector never walks what is collected here, which lives to the end of the run."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that share a set-up come first in each half of the tests.  Two workers begin with a
@@ -104,10 +114,10 @@ def no_assumed_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rematbench.worlds.packages.flags.assumed_facts", lambda *_: ())
 
 
-@pytest.fixture(autouse=True)
-def _collector_as_before() -> Iterator[None]:
+THRESHOLD = gc.get_threshold()
+
+
+def pytest_runtest_teardown() -> None:
     """Commands make Python's collector rare for their process, and a tensor in a cycle (torch makes
     one at its first use) would then live on in the next test of this one."""
-    before = gc.get_threshold()
-    yield
-    gc.set_threshold(*before)
+    gc.set_threshold(*THRESHOLD)

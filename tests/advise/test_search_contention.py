@@ -9,7 +9,7 @@ from typing import Any, cast
 from weakref import ref
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematbench.advise.bounds import schedule_walk
@@ -119,6 +119,7 @@ TURNS = st.builds(
 SECONDS = st.floats(0.01, 10.0)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(turns=TURNS, whole=st.booleans(), lag=st.integers(1, 3))
 def test_no_event_before_a_cut_waits_for_one_after_it(turns: Turns, whole: bool, lag: int) -> None:
     """A shortened schedule has a whole period between its cuts, on every rank."""

@@ -260,7 +260,7 @@ ANY, PARTS = (2, 4, 4, 8), (10, 12, 12, 20)
     ("seed", "most", "sizes", "rejected"),
     [
         *(pytest.param(seed, FEW, ANY, 0, marks=pytest.mark.full) for seed in (0, 1)),
-        (2, FEW, ANY, 5),
+        pytest.param(2, FEW, ANY, 5, marks=pytest.mark.full),
         (0, FEW // 2, PARTS, 44),
         *(pytest.param(seed, MANY, ANY, 0, marks=pytest.mark.soak) for seed in range(10)),
         *(pytest.param(seed, MANY, PARTS, 0, marks=pytest.mark.soak) for seed in range(4)),
@@ -317,7 +317,10 @@ def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int, predictions
     assert {plan.result.problem.ep_overlaps for plan in found} == {True}
 
 
-@pytest.mark.parametrize("scope", ["full_iteration", "attn,moe_router,moe_preprocess"])
+@pytest.mark.parametrize(
+    "scope",
+    [pytest.param("full_iteration", marks=pytest.mark.full), "attn,moe_router,moe_preprocess"],
+)
 def test_nothing_faster_is_missed_with_graphs(scope: str) -> None:
     one, stack = drawn_experts(3), {"system": "megatron-core-2026", "dispatcher": "hybridep"}
     spec = one.spec.changed(**stack, attention="fa2", cuda_graphs=scope)
@@ -462,7 +465,7 @@ def test_exchanges_beside_another_micro_batch_are_searched_too(vpp: int | None) 
 @pytest.mark.parametrize(
     ("stages", "pp", "seed"),
     [
-        ("Et|ttt|tt|tL", 2, 3),
+        pytest.param("Et|ttt|tt|tL", 2, 3, marks=pytest.mark.full),
         ("Etttt|t|tt|tL", 4, 5),
         *(pytest.param("Ett|t|tttt|tL", pp, seed, marks=pytest.mark.soak)
           for pp in (2, 4) for seed in range(8)),
@@ -485,8 +488,7 @@ def test_stated_stages_are_searched_like_all_others(
 @pytest.mark.parametrize(
     "seed",
     [
-        2,
-        pytest.param(6, marks=pytest.mark.full),
+        *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 6)),
         *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 30)),
     ],
 )

@@ -175,19 +175,6 @@ def drawn(seed: int) -> SearchRequest:
     return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
 
 
-def test_without_a_host_rate_states_in_pieces_take_the_middle_of_known_rates() -> None:
-    spec = Job(
-        model="gpt-1.3b", cluster="h100-80gb", system="megatron-core", gpus=2, seq_len=2048,
-        global_batch=4, hbm_bytes=16 * GIB,
-    )  # fmt: skip
-    only, fixed = (f"{OURS}:visiting=0.5,share=1", "keep_all"), Fixed(tp=1, micro_batch=1)
-    made = SearchJob(SearchRequest(spec=spec, only=only, fixed=fixed)).ready()
-    best, *_ = made.completed(in_one_process(made.search(), most_work=1000)[0])
-    assert OURS in best.method
-    assert best.error_band is not None
-    assert "host rate" in best.error_band.outside
-
-
 @pytest.mark.parametrize(
     "seed",
     [
@@ -226,12 +213,21 @@ def test_bounds_are_below_every_plan(seed: int) -> None:
     assert min(tight) > 0.9
 
 
-def job(*only: str, cluster: str = "h100-80gb-dos", **others: object) -> SearchJob:
+def job(*only: str, **others: object) -> SearchJob:
     spec = Job(
-        model="gpt-1.3b", cluster=cluster, system="rematbench", seq_len=2048, gpus=2,
+        model="gpt-1.3b", cluster="h100-80gb-dos", system="rematbench", seq_len=2048, gpus=2,
         global_batch=4,
     )  # fmt: skip
     return SearchJob(SearchRequest(spec=spec.changed(**others), only=only))
+
+
+def test_without_a_host_rate_states_in_pieces_take_the_middle_of_known_rates() -> None:
+    one = {"cluster": "h100-80gb", "system": "megatron-core", "hbm_bytes": 16 * GIB}
+    made = job(f"{OURS}:visiting=0.5,share=1", "keep_all", **one).ready()
+    best, *_ = made.completed(in_one_process(made.search(), most_work=1000)[0])
+    assert OURS in best.method
+    assert best.error_band is not None
+    assert "host rate" in best.error_band.outside
 
 
 def test_states_are_searched_only_where_they_are_asked_for() -> None:

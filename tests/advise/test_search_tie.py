@@ -48,7 +48,9 @@ def level(one: Result) -> tuple[int, bool]:
     ("width", "only"),
     [
         (1.0, TIGHT.only),
-        (1.0, ("pp_offload:alpha=0.1", "full_recompute:every=1")),
+        pytest.param(
+            1.0, ("pp_offload:alpha=0.1", "full_recompute:every=1"), marks=pytest.mark.full
+        ),
         (0.0, TIGHT.only),
     ],
 )

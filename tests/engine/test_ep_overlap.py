@@ -206,11 +206,10 @@ def test_a_stack_that_runs_layers_again_waits_for_the_exchanges_of_that() -> Non
     """NVIDIA/Megatron-LM pull request 5869: those exchanges are exposed by design."""
     found = given(on=ON | {"features": ("ep_overlap", "ep_overlap_recompute")})
     plan = plan_of(found, "full_recompute")
-    first, both = ("F", 0, ""), [("F", 0, ""), ("B", 0, "forward"), ("F", 1, "backward")]
-    assert marks(found, plan)[:4] == [first, *both]
-    inputs = found.layer(0).activations["layer_input"].nbytes
+    both = [("F", 0, ""), ("B", 0, "forward"), ("F", 1, "backward")]
+    assert marks(found, plan)[:4] == [both[0], *both]
     rooms = [a.nbytes for one in every(found, plan) for a in one.allocs if a.storage is BESIDE]
-    assert rooms == [inputs] * 2
+    assert rooms == [found.layer(0).activations["layer_input"].nbytes] * 2
     with pytest.raises(PlanError, match="disable moe in recompute_modules"):
         lower(plan_of(found, "selective_recompute", modules=["moe"]), found)
 

@@ -148,7 +148,7 @@ SOAK = [pytest.param(seed, marks=pytest.mark.soak) for seed in (6, 7, 11)]
 @pytest.mark.parametrize("seed", [2, *FULL, *SOAK])
 def test_what_fits_is_named_and_nearly_the_fastest(seed: int, short: bool) -> None:
     problem, share = drawn(seed)
-    plans = weighed(problem, all_methods(), listed(problem, 3 if short else 1))
+    plans = weighed(problem, all_methods(), listed(problem, 4 if short else 1))
     held(at_the_edge(problem, plans, share), plans)
 
 

@@ -154,7 +154,7 @@ def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     line += "--per_device_train_batch_size 2 --bf16 --max_length 512 --loss_type nll"
     for reshard, stage in (("true", "3"), ("false", "2")):
         made = job(tmp_path, line.format(reshard))[0]
-        assert (made.options["zero_stage"], made.options["system"]) == (stage, "torchtitan")
+        assert (made.options["zero_stage"], made.options["system"]) == (stage, "huggingface-fsdp2")
     refused = job(tmp_path, line.format("true") + " --fsdp_offload_params true")[1].refused
     assert any("offload_params" in text for text in refused)
 

@@ -55,6 +55,17 @@ def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: st
         assert [optimizer in line for line in refused] == ([] if more else [True])
 
 
+@pytest.mark.parametrize(("optim", "scratch"), [("adamw_torch", 4), ("adamw_torch_fused", None)])
+def test_torch_updates_all_tensors_at_once_unless_one_kernel_does(
+    tmp_path: Path, optim: str, scratch: int | None
+) -> None:
+    """The roots of second moments are as wide as the weights, which TRL holds in fp32."""
+    text = f"{TRL}optim: {optim}\n"
+    assert facts(job(tmp_path, text, "job.yaml")[0]).get("step_scratch_bytes") == scratch
+    moved = f"{text}deepspeed: {{zero_optimization: {{stage: 2}}}}\n"
+    assert "step_scratch_bytes" not in facts(job(tmp_path, moved, "job.yaml")[0])
+
+
 def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
     for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
         stack = facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0])
@@ -104,6 +115,20 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
     assert stack.get("reentrant") == (expected if version == 1 else None)
     assert stack.get("waiting_frees") == (2 if version == 1 else None)
+
+
+@pytest.mark.parametrize(("line", "expected", "said"), TABLES["lines"])
+def test_a_line_gives_its_values_and_says_what_it_leaves_open(
+    tmp_path: Path, line: str, expected: dict[str, object], said: str
+) -> None:
+    """Transformers 5.23, training_args.py, takes FSDP2 and loads the checkpoint's type; 4.x took
+    FSDP1 and fp32."""
+    made, reading = job(tmp_path, line)
+    stated = facts(made) | made.options
+    assert {key: stated.get(key) for key in expected} == expected
+    left = " ".join([*reading.assumed, *reading.refused, *made.missing])
+    assert said in left
+    assert said or not reading.assumed
 
 
 @pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])

@@ -145,8 +145,7 @@ def test_where_the_base_rebuilds_all_nothing_is_chosen(rebuilds: str, share: flo
     assert both.fit["bound"] == "no choice fits the device memory"
 
 
-@pytest.mark.parametrize("num_layers", [2, 3])
-@pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
+@pytest.mark.parametrize(("rebuilds", "num_layers"), [("lynx_heu", 2), ("lynx_opt", 3)])
 def test_groups_of_layers_are_refused_where_windows_read_inputs_before_their_turn(
     rebuilds: str, num_layers: int
 ) -> None:

@@ -123,6 +123,7 @@ def _print(job: FileJob, reading: Reading, output: Path) -> None:
     for kind, lines in (
         ("not modelled", reading.refused),
         ("note", reading.notes),
+        ("assumes", reading.assumed),
     ):
         for line in _grouped(lines):
             typer.echo(f"{kind}: {line}")

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rematbench.foreign.keys import declared, is_off, read_keys
+from rematbench.foreign.adapters import TARGETS
+from rematbench.foreign.keys import declared, is_off, read_keys, read_sizes
 from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
@@ -53,7 +54,7 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
     for pair in pairwise(programs):
         if pair in PROGRAMS:
             return PROGRAMS[pair]
-    if not options & SIGNS:
+    if not options & SIGNS or programs[:1] == ["colossalai"]:
         content = _content(script, words) if programs[:1] else None
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
@@ -69,6 +70,8 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
     package, data = _with_file(script, words, package, _data(words, options))
+    if any(re.match(r"transformers[=~]=4\b", word) for one in script.commands for word in one):
+        data["transformers_4"] = True
     config, micro = data.pop("config_file", None), data.pop("data.micro_batch_size", None)
     plugin = {name: data.pop(name) for name in PLUGIN & data.keys()}
     if package == "LLaMA-Factory" and (ENGINE & data.keys() or "USE_MCA" in script.variables):
@@ -99,6 +102,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command under the names of Transformers, with the task as its `stage`."""
     known = NAMES | declared("launchers").names.keys()
     data = {name: _value(values) for name, values in options.items() if name not in known}
+    data |= {name: options[name] for name in TARGETS if len(options.get(name, [])) > 1}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
@@ -198,10 +202,7 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         text = " ".join(script.variables.get(name, []))
         if text.isdigit():
             reading.put(value, int(text), name)
-    for option, value in declared("launchers").names.items():
-        text = first_value(options, option)
-        if text.isdigit() and int(text):
-            reading.put(value, int(text), f"--{option}")
+    read_sizes(reading, options)
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
     devices = first_value(options, "include", devices).rpartition(":")[2]  # it may be localhost:0,1
     count = len([one for one in devices.split(",") if one.isdigit()])

@@ -34,6 +34,7 @@ COMPILED = {"compiled": True, "fused_swiglu": True}
 COMPILED_LOSS: dict[str, Any] = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
 COMPILED_LOSS |= {"held_logit_bytes": 2, "expandable_segments": True}
 ROTATING: dict[str, dict[str, Any]] = {
+    "huggingface-fsdp2": {},
     "torchtitan": {},
     "torchtitan-compiled": COMPILED,
     "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
@@ -92,6 +93,8 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
         replicas = values.get("nodes", 1)
     if gpus and replicas > 1:
         values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
+    if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
+        del values["shard_degree"]
     _batches(values, reading)
     values["system"] = _system(values, reading, files, prefix, overrides)
     name, settings = _method(values, reading, method)
@@ -293,6 +296,7 @@ def shipped_model(text: str, reading: Reading) -> str | None:
     beside = named_file(reading.file, path / "config.json")
     if beside.is_file() and beside.parent.name == path.name:
         return str(beside.parent)
+    text = re.sub(r".*/models--[^/]+--([^/]+)/.*", r"\1", text)  # the hub's cache
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
     others = (stem.replace(*pair) for pair in ALIKE)
@@ -330,10 +334,14 @@ def _system(
         words = "releases refuse it with full recomputation, so the stack is megatron-core-dev"
         reading.notes.append(f"{reading.keys.get('ep_overlap')}: {words}")
     system = load_system(base)
+    if values.get("foreach") and not system.states.flat_step:
+        # torch/optim/adam.py, _multi_tensor_adam: the roots of all second moments are new tensors.
+        facts["step_scratch_bytes"] = facts.get("param_bytes", system.states.param_bytes)
     facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
-        facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
+        width = facts.get("reduce_bytes", system.states.reduce_bytes)
+        facts["bucket_bytes"] = values["bucket_elements"] * width
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
     used = {

@@ -9,11 +9,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.foreign.reading import AUTO, Reading, switch, whole
+from rematbench.foreign.reading import AUTO, Options, Reading, first_value, switch, whole
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
-REST = [(-1, "shards"), (-1, "global_batch")]
+REST = [(-1, "shards"), (-1, "shard_degree"), (-1, "global_batch")]
 """(value, number of the job) pairs: this value means that the number follows from the others."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
@@ -47,13 +47,14 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sections of a package's files by their path ("" is the top level).  `base`: dialects
     whose keys this dialect has too; `names`: for each key, the equal key of another package;
-    `defaults`: the values of keys that a file lacks."""
+    `defaults`: the values of keys that a file lacks; `older`: keys that show an earlier version."""
 
     source: str
     sections: dict[str, Section] = {}
     base: list[str] = []
     names: dict[str, str] = {}
     defaults: dict[str, Any] = {}
+    older: list[str] = []
 
 
 @cache
@@ -131,6 +132,21 @@ def _number(reading: Reading, section: Section, key: str, value: Any, where: str
             reading.put(section.numbers[key], size, where)
         else:
             reading.model[section.shapes[key]] = size
+
+
+def read_sizes(reading: Reading, options: Options) -> None:
+    """Set GPUs and nodes from a launcher's options.  One node is assumed if an option of theirs has
+    no number."""
+    empty: set[str] = set()
+    for option, name in declared("launchers").names.items():
+        for written in {option, option.replace("_", "-")} & options.keys():
+            text = first_value(options, written)
+            if text.isdigit() and int(text):
+                reading.put(name, int(text), f"--{written}")
+            else:
+                empty.add(name)
+    if "nodes" in empty and "gpus_per_node" in reading.values and "nodes" not in reading.values:
+        reading.assumed.append("the number of nodes is empty: one node (--gpus N)")
 
 
 def is_off(value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.adapters import TARGETS, read_adapters
-from rematbench.foreign.keys import declared, dialect, read_keys
+from rematbench.foreign.keys import declared, dialect, read_keys, read_sizes
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import Options, Reading, first_value, inputs_at, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
@@ -111,7 +111,7 @@ def read_swift(script: Script, words: list[str]) -> Reading:
         else:
             options[option] = [value for value in values if value != "true"]
     for name, option in (("NPROC_PER_NODE", "nproc-per-node"), ("NNODES", "nnodes")):
-        if script.variables.get(name):
+        if name in script.variables:
             options[option] = script.variables[name]
     reading = _read(options, script)
     plain = {name.replace("-", "_"): words for name, words in options.items()}
@@ -134,10 +134,7 @@ def _read(options: Options, script: Script) -> Reading:
     reading.system = "megatron-lm" if OLD & options.keys() else TODAY
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
-    for option, name in declared("launchers").names.items():
-        for written in (option, option.replace("_", "-")):
-            if first_value(options, written).isdigit():
-                reading.put(name, int(first_value(options, written)), f"--{written}")
+    read_sizes(reading, options)
     if SLIME in options:  # slime sets two by default (backends/megatron_utils/arguments.py)
         options = {"bf16": [], "use-distributed-optimizer": [], **_supervised(options)}
     reading.facts |= ABSENT
@@ -304,8 +301,6 @@ def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
-    if "use-torch-fsdp2" in options:
-        stage = "3"
     if stage:
         stage = stage.removesuffix(".0")
         reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--zero-stage")

@@ -44,6 +44,8 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", {"launch_blocking": True}),
 }
 """Variables of the environment with the facts of the stack that they state."""
+UNREAD = {"CELOSS_PARALLEL_SIZE": "a loss in pieces of this many tokens is not modelled"}
+"""Variables of the environment that change the job and are not read, each with the reason."""
 RECIPES = {
     "tune": "a torchtune recipe",
     "run_recipe.py": "a Megatron-Bridge recipe",
@@ -52,6 +54,9 @@ RECIPES = {
     "nemorun": "a NeMo recipe",
     "OLMo-sft.py": "an OLMo-core recipe",
     "main_training.py": "a configuration of fms-fsdp",
+    "finetuning.py": "a line of Llama Cookbook",
+    "llama_finetuning.py": "a line of Llama Cookbook",
+    "colossalai": "a job of Colossal-AI",
     "torchtitan.train": "a torchtitan configuration in Python",
     "run_train.sh": "a torchtitan configuration in Python",
 }
@@ -81,6 +86,10 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         whole.put("base_dtype", "bf16", "fsdp")  # accelerate makes only trained weights fp32
     names = {path.name for path in present}
     whole.files = [named for named in whole.files if named.name not in names]
+    if whole.package == "Transformers" and "precision" not in whole.values:
+        wide = not whole.files and whole.values.pop("wide_weights", 0)
+        whole.put("precision", "fp32" if wide else "bf16", "precision")
+        whole.assumed.append(f"neither --bf16 nor --fp16: {whole.values['precision']}")
     for named in whole.files if "zero_stage" not in whole.values else ():
         _by_name(whole, named)
     return whole
@@ -94,6 +103,8 @@ def _by_name(whole: Reading, named: Path) -> None:
     if stage is None or "partial" in named.name:  # `file_job` refuses what nothing says
         return
     whole.put("zero_stage", int(stage[1]), str(named))
+    unsharded = {"huggingface-flash": "huggingface-deepspeed"}  # the name is of accelerate's file
+    whole.system = unsharded.get(whole.system, whole.system)
     if whole.package == "axolotl":
         for name, value in declared("axolotl").defaults.get(named.name, {}).items():
             whole.put(name, value, str(named))
@@ -167,6 +178,7 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     if reading is None:
         raise ConfigError(label, "", _unread(script))
     reading.facts |= _environment(script)
+    reading.refused += [f"{name}: {UNREAD[name]}" for name in UNREAD if name in script.variables]
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.absent:
         absent = ", ".join(dict.fromkeys(script.absent))
@@ -208,6 +220,9 @@ def _unread(script: Script) -> str:
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
+    if script.undecided:
+        tests = ", ".join(dict.fromkeys(script.undecided))
+        return f"what it starts depends on values that it does not set (--set NAME=VALUE): {tests}"
     line = "--num-layers and --seq-length, or --model_name_or_path"
     return f"no launch line with {line} (supported: {READ})"
 

@@ -32,6 +32,8 @@ class Reading(Struct, kw_only=True):
     refused: list[str] = []
     """Settings that are not modelled, each with the reason."""
     notes: list[str] = []
+    assumed: list[str] = []
+    """What the files leave open, with the reading that is taken."""
     files: list[Path] = []
     """Files that the file names."""
     command: bool = False

@@ -147,8 +147,9 @@ def syntax_tree(text: str, file: str) -> list[Node]:
 
 def _read(script: Script, text: str) -> None:
     """Run the statements of a text.  A backslash before spaces at the end of a line continues it
-    here, which bash would not do."""
+    here, which bash would not do.  `[1]*48`, which shfmt takes for an index, is quoted."""
     text = re.sub(r"\\[ \t]*\n", "\\\n", text.replace("\r", ""))
+    text = re.sub(r"(?<=\s)\[[01]\]\*[^\s)]+", r"'\g<0>'", text)
     before, script.text = script.text, text.encode()
     _run(script, syntax_tree(text, script.file))
     script.text = before
@@ -352,7 +353,8 @@ def _call(script: Script, node: Node) -> bool | None:
         if command[:1] and command[0].startswith("--") and script.commands:
             script.commands[-1] += command  # a comment cut the command in two
         elif command:
-            script.commands.append(command)
+            short = {"-N": "--nodes"} if command[0] == "srun" else {}
+            script.commands.append([short.get(word, word) for word in command])
     return None
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
-from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.reading import AUTO, Reading, named_file, switch
 from rematbench.foreign.recipes import read_accelerate_recipe
 from rematbench.foreign.shell import Script
@@ -71,8 +71,6 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     if not is_off(data.get("torch_empty_cache_steps")):
         reading.notes.append("torch_empty_cache_steps: the time to empty the cache is not counted")
     _packing(reading, data)
-    if reading.package == "Transformers" and "precision" not in reading.values:
-        reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
     return reading
 
 
@@ -114,7 +112,8 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler needs fp32 gradients
-    widened = scaled or (reading.package in WIDENS and not weights)
+    loaded = reading.package == "Transformers" and _older(reading, data)
+    widened = scaled or ((reading.package in WIDENS or loaded) and not weights)
     kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
     wide = weights == "float32" or (widened and not kept)  # if kept, only adapters are fp32
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
@@ -224,7 +223,7 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.method = more.method
     if reading.package != "Megatron":  # Megatron's launch line decides the stack
         reading.system = more.system or reading.system
-    for name in ("ignored", "unknown", "refused", "notes", "files"):
+    for name in ("ignored", "unknown", "refused", "notes", "assumed", "files"):
         getattr(reading, name).extend(getattr(more, name))
 
 
@@ -240,7 +239,7 @@ def merge_document(reading: Reading, script: Script, name: str) -> None:
 
 SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
 SHARDING |= {"1": 3, "2": 2, "3": 0, "4": 3}
-FSDP_SYSTEM = "torchtitan"
+FSDP_SYSTEM = "huggingface-fsdp2"
 FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
 FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
 NARROW = {"param_bytes": 2, "grad_bytes": 2, "reduce_bytes": 2}
@@ -255,6 +254,9 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     the backward, which is read as ZeRO 2."""
     reading.system = FSDP_SYSTEM
     listed = data.get("fsdp") or ()
+    if str(listed).endswith(".json") and named_file(reading.file, listed).is_file():  # ms-swift
+        data = {**data, **read_mapping(named_file(reading.file, listed), str(listed))}
+        listed = data["fsdp"]
     words = listed if isinstance(listed, list) else str(listed or "").split()
     words = [str(word).lower() for word in words]
     for word in sorted(set(words) - FSDP_WORDS):
@@ -281,12 +283,35 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     if strategy in ("HYBRID_SHARD", "4"):
         reading.put("inside_node", 1, key)
     reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
-    flat_units = str(plain.get("version", 1)) != "2" and "fsdp2" not in words
+    flat_units = _first_fsdp(reading, data, plain, words)
     reading.put("flat_units", flat_units, "fsdp")
     if reading.package == "axolotl" and not flat_units and not data.get("adapter"):
         reading.facts |= NARROW if data.get("bf16") or data.get("bfloat16") else {}
     if not is_off(plain.get("activation_checkpointing")):
         reading.method = ("full_recompute", {})
+
+
+def _older(reading: Reading, data: Mapping[str, Any]) -> bool:
+    """Whether keys show Transformers 4, which also loads weights in fp32 unless a key names a type.
+    LLaMA-Factory has them in every version."""
+    keys = {*declared("trainers").older, *([EARLY] if reading.package == "TRL" else [])}
+    return bool(keys & data.keys()) and reading.package != "LLaMA-Factory"
+
+
+def _first_fsdp(
+    reading: Reading, data: Mapping[str, Any], plain: Mapping[str, Any], words: list[str]
+) -> bool:
+    """Whether torch's first FSDP runs: as the version says.  Without one, accelerate and axolotl
+    take FSDP1; Transformers' Trainer takes FSDP1 in 4.x, as keys may show, and FSDP2 today."""
+    if "flat_units" in reading.values:
+        return bool(reading.values["flat_units"])
+    if "version" in plain or "fsdp2" in words:
+        return str(plain.get("version", 2)) != "2"
+    kinds = {"hybrid_shard", "hybrid_shard_zero2", "no_shard"} & {*words}
+    if is_off(data.get("fsdp")) or reading.package == "axolotl" or kinds or _older(reading, data):
+        return True
+    reading.assumed.append("fsdp: FSDP2, as Transformers 5 takes (4.x: fsdp_config: {version: 1})")
+    return False
 
 
 def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:

@@ -105,6 +105,7 @@ def test_torchaos_memory_changes_as_published() -> None:
         )
 
 
+@pytest.mark.full
 def test_orders_of_pairs_are_right() -> None:
     """Four in five, of pairs of one job whose published speeds differ by more than 5 %.  The wrong
     ones are FP8 with one scale and MXFP8 on Blackwell, whose rates are one constant each."""
@@ -114,6 +115,7 @@ def test_orders_of_pairs_are_right() -> None:
     assert sum(orders) >= 0.8 * len(orders)
 
 
+@pytest.mark.full
 def test_experts_in_mxfp8_on_blackwell_are_predicted() -> None:
     """The bar is 18 %.  Rows with latent attention and without graphs, all of DeepSeek-V3, miss it:
     they are predicted 20 to 28 % too slow."""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slurm
 CELLS = 12
 
 
+@pytest.mark.full  # without a Slurm: tests/workflow/test_measure.py
 def test_too_many_gpu_hours_are_refused_before_a_submission(cluster: Cluster) -> None:
     site = cluster.path / "config/clusters/this-machine.yaml"
     text = site.read_text()

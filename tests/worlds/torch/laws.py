@@ -1,12 +1,7 @@
 """The laws of the executed world, over launches that run once per module."""
 
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -18,9 +13,6 @@ from rematbench.worlds.torch.case import Case, Result, combine
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import reference
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = Path(__file__).with_name("torchrun.py")
-LAUNCH_S = 900.0
 FLOOR = 1e-6
 """Share of the largest gradient below which one is rounding of zero (a key's bias)."""
 
@@ -34,26 +26,6 @@ def launch(cases: Sequence[Case]) -> dict[str, tuple[Case, Result]]:
 def run_here(case: Case) -> Result:
     """In this process (one rank needs no other)."""
     return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
-
-
-def torchrun(cases: Sequence[Case]) -> dict[str, tuple[Case, Result]]:
-    """One torchrun with the list of cases, by name."""
-    with tempfile.TemporaryDirectory(prefix="rematbench-") as name:
-        source, target = Path(name) / "cases.pt", Path(name) / "results.pt"
-        torch.save(list(cases), source)
-        words = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(cases[0].world_size)),
-            *(str(SCRIPT), str(source), str(target)),
-        ]
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=LAUNCH_S,
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        results = torch.load(target, weights_only=False)
-    return {case.name: (case, result) for case, result in zip(cases, results, strict=True)}
 
 
 def bytes_differ(case: Case, result: Result) -> list[str]:

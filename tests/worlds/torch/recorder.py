@@ -336,6 +336,7 @@ class Recorder(DispatchMode):
         patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(arithmetic, "fused", lambda x: False)  # a build without CUDA has none
+        patch.setattr(arithmetic, "PARTS", 1)  # a GPU's sum is one kernel
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])
 
         def record_stream(tensor: Tensor, stream: Stream) -> None:

@@ -22,6 +22,8 @@ NOT_EXECUTED = {name: why for why, names in TABLES["not_executed"].items() for n
 """Edges by what the runtime refuses to execute (edge_cases.REFUSED)."""
 OUTSIDE_CHECK: dict[str, str] = TABLES["outside_check"]
 """Edges that `check` does not find missing, and why."""
+FULL = [pytest.mark.full]
+"""Of a case's edges that `check` finds, in the quick run too, the recorder finds the first."""
 
 
 def test_every_wait_of_the_lowering_is_in_a_table() -> None:
@@ -34,7 +36,14 @@ def test_every_wait_of_the_lowering_is_in_a_table() -> None:
     assert written == set(named)
 
 
-@pytest.mark.parametrize(("case", "name"), [(c, n) for c, names in PROGRAM.items() for n in names])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=FULL if at and name not in OUTSIDE_CHECK else [])
+        for case, names in PROGRAM.items()
+        for at, name in enumerate(names)
+    ],
+)
 def test_a_program_without_one_of_its_waits_is_found(case: str, name: str) -> None:
     broken = edges.without(case_of(case), name)
     assert any(first_fault(broken, stage) for stage in stages(broken))

@@ -131,7 +131,7 @@ def test_without_torch_one_line_says_what_to_install() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     code = "from rematbench.cli.app import main; main()"

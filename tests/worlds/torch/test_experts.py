@@ -156,10 +156,11 @@ def test_one_more_token_is_predicted_on_one_process(tied: bool, name: str) -> No
     ("name", "seq_len", "stages", "pp", "stage"),
     [
         ("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 7),
-        pytest.param("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 0, marks=pytest.mark.full),
-        pytest.param("kimi-k2", 6144, "Et*3|(t*4|)*14ttL", 16, 15, marks=pytest.mark.full),
+        ("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 0),
+        ("kimi-k2", 6144, "Et*3|(t*4|)*14ttL", 16, 15),
     ],
 )
+@pytest.mark.full  # small models with predictions: EIGHT
 def test_layers_of_papers_have_their_ledgers_bytes_traced(
     name: str, seq_len: int, stages: str, pp: int, stage: int
 ) -> None:
@@ -281,8 +282,16 @@ def test_every_method_is_lossless_on_every_layout(size: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "model", "name"),
     [
-        *((layout, "shared", name) for layout in QUICK for name in ("moe", "balanced-all")),
-        *(("tp2-pp2", "latent", "norms"), ("tp2-ep2-pp2", "both", "norms")),
+        ("dp2-ep2-pp2", "shared", "moe"),
+        ("tp2-ep2-pp2", "both", "norms"),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                *((layout, "shared", "balanced-all") for layout in QUICK),
+                ("tp2-ep2-pp2", "shared", "moe"),
+                ("tp2-pp2", "latent", "norms"),
+            )
+        ),
     ],
 )
 def test_every_stage_has_its_ledgers_bytes_traced(layout: str, model: str, name: str) -> None:

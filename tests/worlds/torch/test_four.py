@@ -1,4 +1,4 @@
-"""Twin law and gradients, four processes: one torchrun; the fast share (the rest: test_grid.py)."""
+"""Twin law and gradients, four processes: one launch; the fast share (the rest: test_grid.py)."""
 
 import pytest
 
@@ -29,4 +29,4 @@ pytestmark = pytest.mark.full
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     _,
-) = grid.tests_of(CASES, laws.torchrun)
+) = grid.tests_of(CASES, laws.launch)

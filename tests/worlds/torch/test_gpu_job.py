@@ -171,7 +171,7 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
 
 
 def test_kernels_that_need_no_same_bits_cost_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases.case("tp2", "offload", precision="bf16")
+    case = cases.case("one", "keep", precision="bf16")
     case = replace(case, steps=1, timed_steps=0, shards=False, deterministic=False)
     asked = on_fake_gpu(case, monkeypatch)[2]
     assert [words for words in asked if words.startswith("same bits")] == []

@@ -1,4 +1,4 @@
-"""Twin law and gradients, one process: one torchrun for the whole module."""
+"""Twin law and gradients, one process: this one."""
 
 from tests.worlds.torch import grid, laws
 
@@ -12,4 +12,4 @@ CASES = [
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES, laws.torchrun)
+) = grid.tests_of(CASES, lambda made: {case.name: (case, laws.run_here(case)) for case in made})

@@ -3,6 +3,7 @@ the same recipe."""
 
 import dataclasses
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ from tests.worlds.torch import cases, grid, laws
 LOCAL: tuple[RecipeName, ...] = ("fp8-block", "mxfp8")
 RECIPES: tuple[RecipeName, ...] = ("fp8", "fp8-delayed", *LOCAL)
 WHOLE = ("full", "offload", "skeletal", "memo", "full_recompute", "balanced_checkpointing")
+FULL = pytest.mark.full
+QUICK = {"fp8-block": ("full", "skeletal", "pieces"), "fp8": ("full",)}
+"""Plans of recipes; a further one repeats what one of them shows."""
 PIECES = MiniSequence(("fc1", "act", "mul", "fc2"), 4)
 SEQ = 128
 
@@ -55,7 +59,7 @@ def run(recipe: RecipeName, how: str = "keep", *, gpt: bool = False) -> tuple[Ca
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("gpt", [False, True])
+@pytest.mark.parametrize("gpt", [False, pytest.param(True, marks=FULL)])
 def test_bytes_are_those_of_the_ledger(recipe: RecipeName, gpt: bool) -> None:
     case, result = run(recipe, gpt=gpt)
     assert not laws.bytes_differ(case, result)
@@ -70,8 +74,13 @@ def test_fake_tensors_have_the_bytes_of_the_ledger(recipe: RecipeName) -> None:
     assert found.bytes_after == list(live_bytes(rank.actions()))
 
 
-@pytest.mark.parametrize("how", [*WHOLE, "pieces"])
-@pytest.mark.parametrize("recipe", [LOCAL[0], pytest.param(LOCAL[1], marks=pytest.mark.full)])
+def quickly(recipe: RecipeName, how: str) -> Any:
+    return pytest.param(recipe, how, marks=[] if how in QUICK.get(recipe, ()) else [FULL])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how"), [quickly(one, how) for one in LOCAL for how in (*WHOLE, "pieces")]
+)
 def test_plans_have_the_bits_of_keeping_everything(recipe: RecipeName, how: str) -> None:
     """Scales are local to rows, and pieces are whole blocks.  The products of pieces of the sums of
     weight gradients are other sums, so their bits may differ."""
@@ -84,9 +93,12 @@ def test_plans_have_the_bits_of_keeping_everything(recipe: RecipeName, how: str)
         assert result.losses == pytest.approx(kept.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("how", ["full", "offload-layers", "balanced_checkpointing"])
-def test_tensors_with_one_scale_are_rebuilt_whole(how: str) -> None:
-    assert laws.same_bits(run("fp8", how)[1], run("fp8")[1])
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [quickly("fp8", how) for how in ("full", "offload-layers", "balanced_checkpointing")],
+)
+def test_tensors_with_one_scale_are_rebuilt_whole(recipe: RecipeName, how: str) -> None:
+    assert laws.same_bits(run(recipe, how)[1], run(recipe)[1])
 
 
 def test_a_recipe_changes_the_numbers_and_little() -> None:

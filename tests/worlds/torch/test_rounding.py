@@ -63,6 +63,7 @@ def deviation(precision: Precision, rule: AdamW) -> list[float]:
     return [norm_error(a, b) for a, b in zip(own.gradients, base.gradients, strict=True)]
 
 
+@pytest.mark.full  # gradients of mst in float64: test_one.py
 def test_in_float64_the_same_runs_agree() -> None:
     assert max(deviation("fp64", ADAMW)) <= 1e-11
 

@@ -22,18 +22,13 @@ def test_every_edge_of_the_runtime_is_in_a_table() -> None:
     assert sorted(named) == sorted(str(edge) for edge in edges.of_runtime())
 
 
-FURTHER = {
-    *("tp2 apart beside", "one pieces master", "tp2-dp2-zero2 early host", "dp2 hosted"),
-    *("tp2 once", "dp2-zero3 gradients leave", "pp2 held"),
-}
-"""Cases that repeat another's mechanism on a further layout or setting."""
-SOUND = [
-    pytest.param(name, marks=[pytest.mark.full] if name in FURTHER else [])
-    for name in (*SCENES, *MADE)
-]
+QUICK = (*SCENES, "one hosted", "dp2-zero3 all leave")
 
 
-@pytest.mark.parametrize("name", SOUND)  # the others: test_fake_cuda.py
+@pytest.mark.parametrize(  # the others: test_fake_cuda.py
+    "name",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in MADE if name not in QUICK)],
+)
 def test_nothing_is_found_where_nothing_is_missing(name: str) -> None:
     assert found_in(name) == ""
 

@@ -1,4 +1,4 @@
-"""Twin law and gradients, two processes: one torchrun; the fast share (all of it: test_grid.py)."""
+"""Twin law and gradients, two processes: one launch; the fast share (all of it: test_grid.py)."""
 
 from dataclasses import replace
 from typing import Literal
@@ -11,9 +11,9 @@ from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TINY_GPT
 
-LAYOUTS = ("cp2", "ulysses2", "dp2")
+LAYOUTS = ("tp2", "cp2", "ulysses2", "dp2", "pp2")
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
-"""On LAYOUTS; the others have every method."""
+"""On LAYOUTS in the quick run; test_one.py has every method on one process."""
 
 
 def shared(home: Literal["device", "host"]) -> cases.Case:
@@ -42,8 +42,9 @@ CASES = grid.short(
             for layout, plans in tables(__file__)["raw"].items()
             for case in grid.raw_cases(layout, *plans)
         ),
-        *(case for layout in ("tp2", "pp2") for case in grid.method_cases(layout)),
+        *grid.method_cases("tp2", ("lynx_heu", "selective_recompute")),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
+        *grid.method_cases("pp2", ("pp_offload", "zero_bubble")),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),
         *grid.raw_cases("pp2-vpp2", "zb-v", "v-half-offload", "v-min-full", "slices"),
         *grid.raw_cases("tp2-no-sp", "slices"),
@@ -58,7 +59,7 @@ CASES = grid.short(
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES, laws.torchrun)
+) = grid.tests_of(CASES, laws.launch)
 
 
 @pytest.mark.full

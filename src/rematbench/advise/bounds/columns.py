@@ -68,10 +68,6 @@ class Columns:
             self._layers_of[stage] = np.array(fewest)
         return self._layers_of[stage]
 
-    @cached_property
-    def ranks_of_stage(self) -> NDArray[np.int64]:
-        return np.array([lay.tp * lay.cp * lay.dp for lay in self.layouts])
-
     def in_flight_at(self, stage: int) -> NDArray[np.int64]:
         """The most passes in flight of the rank `stage`; of the last rank if there is no such
         rank."""
@@ -84,7 +80,8 @@ class Columns:
     def nodes(self) -> tuple[dict[int, NDArray[np.int64]], ...]:
         """The passes in flight, summed over the GPUs of a stage on one node, by stage: on the first
         node, and on the first node that has no rank of the first stage."""
-        node, ranks = self.gpus_per_node, self.ranks_of_stage
+        ranks = np.array([lay.tp * lay.cp * lay.dp for lay in self.layouts])
+        node = self.gpus_per_node
         found: list[dict[int, NDArray[np.int64]]] = []
         for begun in (0 * ranks, -(-ranks // node) * node):  # this many ranks come before the node
             found.append({})

@@ -4,9 +4,7 @@ Lower bounds of bytes decide which plans of a candidate may fit a layout, and a 
 does not fit may exclude further plans of its candidate.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -22,7 +20,6 @@ from rematbench.advise.search.queue import (
     EXTENDS_FITTING,
     KEPT,
     RIPE,
-    STATES,
     Alike,
     BoundedGroup,
     Exclusions,
@@ -302,7 +299,6 @@ class Search:
         self.memory = MemoryRules(family, registry, self.queue)
         self.excluded = self.memory.excluded
         self.work = 0
-        self._states_short_bytes = inf
         self._any_order = len(family.firsts) > 1
         for each in alike:
             entry = QueueEntry("alike", None, None, KEEP, alike=each)
@@ -312,28 +308,17 @@ class Search:
                 kernels_s = each.makers[0]().kernels_s(any_order=self._any_order, alike=True)
                 self.queue.push(float(kernels_s.min()), entry)
 
-    @cached_property
-    def plans(self) -> int:
-        """The number of joint plans: all plans of the family at all layouts, including layouts
-        whose states do not fit."""
-        longest = sum((each.longest for each in self.alike), Counter[int]())
-        return sum(self.family.plans(layers) * n for layers, n in longest.items())
-
     def _make(self, bound_s: float, entry: QueueEntry) -> None:
         """Queue groups that have room for the states, with their bounds by kernels."""
         assert entry.alike is not None
         for make in entry.alike.makers:
             group = make()
             self.groups.append(group)
-            over = group.states_over_bytes
-            held = over <= 0
-            self.excluded.counts[STATES] += int((~held).sum())
+            held = self.excluded.with_room(group.states_over_bytes)
             if held.any():
                 kernels_s = group.kernels_s(any_order=self._any_order)[held]
                 least_s = max(bound_s, float(kernels_s.min()))
                 self.queue.push(least_s, QueueEntry("group", None, group, KEEP))
-            else:
-                self._states_short_bytes = min(self._states_short_bytes, float(over.min()))
 
     @property
     def bound_s(self) -> float:
@@ -349,7 +334,7 @@ class Search:
     def short_bytes(self) -> float:
         """The fewest device bytes that any excluded plan, or the states of any layout, lacked."""
         self.excluded.replay_whole()
-        return min(self.excluded.device_short_bytes, self._states_short_bytes)
+        return min(self.excluded.device_short_bytes, self.excluded.states_short_bytes)
 
     @property
     def gap(self) -> float:

@@ -339,11 +339,12 @@ EXTENDS_FITTING = "adds a method to a plan that already fits"
 class Exclusions:
     """What a search has excluded.  `counts`: numbers of plans and layouts by reason.
     `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes per node, that
-    an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
+    an excluded plan lacked; `states_short_bytes`: those that any layout's states lacked.
+    `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.device_short_bytes = self.host_short_bytes = inf
+        self.device_short_bytes = self.host_short_bytes = self.states_short_bytes = inf
         self.refusal = ""
         self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # the bytes are a lower bound
 
@@ -365,6 +366,15 @@ class Exclusions:
             if short_bytes < self.device_short_bytes:
                 self.lacks_device(trials.lacked_bytes(content))
         self._ended.clear()
+
+    def with_room(self, over: Array) -> NDArray[np.bool_]:
+        """Which layouts of a group have room for the states, which exceed it by `over` bytes; note
+        the others."""
+        held: NDArray[np.bool_] = over <= 0
+        self.counts[STATES] += int((~held).sum())
+        if not held.any():
+            self.states_short_bytes = min(self.states_short_bytes, float(over.min()))
+        return held
 
     def lacks_device(self, nbytes: float) -> None:
         """Note the device bytes that a plan lacks."""

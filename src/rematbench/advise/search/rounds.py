@@ -7,7 +7,7 @@ planners run after the other plans are proved, each at the layouts of the fastes
 order, until one of its plans fits."""
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import count
 from math import inf
@@ -62,12 +62,12 @@ class SearchJob(SearchSpace):
     def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
         """The search over every `parts`-th group, from group `part` on.  `lists`: whether slower
         plans are listed too."""
-        request, indices = self.request, self._part_indices(part, parts)
+        request = self.request
         most, exact = request.most_methods, request.within == 0 and not request.any_fit
         most = load_compare().most_methods if most is None else most
         family = PlanFamily(self._samples(), most, keeping=self.keeps, exact=exact)
         return Search(
-            self._alike(indices),
+            self._alike(part, parts),
             family,
             self.registry,
             engine=request.engine,
@@ -79,33 +79,29 @@ class SearchJob(SearchSpace):
             ),
         )
 
-    def _alike(self, indices: Iterable[int]) -> list[Alike]:
+    # Why: docs/decisions/advise.md, Is every layout group made before a search begins?
+    def _alike(self, part: int = 0, parts: int = 1) -> list[Alike]:
+        """The groups of one part, of which those that are `Alike` are together.  In a search for
+        any plan that fits, so are those that differ only in the micro-batch."""
         sets: dict[GroupKey, list[int]] = defaultdict(list)
-        for index in indices:
-            sets[group_key(self._layouts[index][0]).plain].append(index)
+        for index, choices in enumerate(self._layouts):
+            key = group_key(choices[0]).plain
+            sets[key._replace(micro_batch=1) if self.request.any_fit else key].append(index)
         return [
             Alike(
-                Counter(max(choice.sizes) for i in own for choice in self._layouts[i]),
-                [partial(self._group, i) for i in own],
+                Counter(max(choice.sizes) for index in own for choice in self._layouts[index]),
+                [partial(self._group, index) for index in own],
             )
-            for own in sets.values()
+            for own in [*sets.values()][part::parts]
         ]
-
-    def _part_indices(self, part: int, parts: int) -> list[int]:
-        """The indices of the groups of one part, to which groups that are `Alike` go together.  In
-        a search for any plan that fits, so do layouts that differ only in the micro-batch."""
-        alike = [group_key(cut[0]).plain for cut in self._layouts]
-        if self.request.any_fit:
-            alike = [key._replace(micro_batch=1) for key in alike]
-        numbers = {item: number for number, item in enumerate(dict.fromkeys(alike))}
-        return [index for index, item in enumerate(alike) if numbers[item] % parts == part]
 
     def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
         """The search for the best layout of fixed candidates, among layouts with at least `min_pp`
         pipeline ranks."""
-        groups = self._alike(range(len(self._layouts)))
         within = self.request.within
-        return Search(groups, FixedFamily(candidates), self.registry, within=within, min_pp=min_pp)
+        return Search(
+            self._alike(), FixedFamily(candidates), self.registry, within=within, min_pp=min_pp
+        )
 
     @cached_property
     def _layouts(self) -> list[list[LayoutChoice]]:
@@ -159,15 +155,17 @@ class SearchJob(SearchSpace):
         return [*map(self._group, dict.fromkeys(chosen))]
 
     def _samples(self) -> list[dict[Variant, Probe]]:
-        """The probes of single methods in the `_sampled` groups: of all methods in the first, and
-        of those that only rebuild in the others."""
+        """The probes of single methods in the `_sampled` groups: of all methods in the first group
+        in which some method has a plan, and of those that only rebuild in the later ones."""
         results: list[dict[Variant, Probe]] = []
         for bounds in self._sampled:
             again = (
                 [s for s, p in results[0].items() if rebuilds(s, p)] if results else self.variants
             )
             probes = {variant: bounds.probe(Candidate((variant,))) for variant in again}
-            results.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+            planned = {s: p for s, p in probes.items() if isinstance(p, Probe)}
+            results += [planned] if planned or results else []
+        results = results or [{}]
         if not self.request.hosts:
             return [{s: p for s, p in item.items() if "offload" not in p.kinds} for item in results]
         return results
@@ -218,6 +216,9 @@ class Part:
         collect_rarely()
         self.search = SearchJob(request).search(part, parts, lists=lists)
         self.steps = self.search.run()
+        longest = sum((each.longest for each in self.search.alike), Counter[int]())
+        plans_of = self.search.family.plans
+        self.plans = sum(plans_of(layers) * count for layers, count in longest.items())
 
     def __call__(self, start: Round) -> State:
         """Work for one round and return the State after it."""
@@ -237,7 +238,7 @@ class Part:
             bound_s=search.bound_s,
             short_bytes=search.short_bytes,
             excluded=dict(search.excluded.counts + search.queue.slower),
-            plans=search.plans,
+            plans=self.plans,
         )
 
 
