@@ -250,19 +250,11 @@ def fit_attention(
     else:
         why += "; backward over forward: as the backend that sources.yaml names by `like`"
     forward, backward = (
-        AttentionPass(
-            efficiency=rounded(one.efficiency),
-            half_rows=rounded(one.half_rows),
-            half_waves=one.half_waves,
-        )
-        for one in passes(best)
+        _pass((rounded(one.efficiency), rounded(one.half_rows)), waves[side])
+        for side, one in zip(("forward", "backward"), passes(best), strict=True)
     )
-    bare = AttentionRates(
-        forward=forward,
-        backward=backward,
-        head_dims={},
-        evidence=Evidence(fitted=fitted, source=why),
-    )
+    proof = Evidence(fitted=fitted, source=why)
+    bare = AttentionRates(forward=forward, backward=backward, head_dims={}, evidence=proof)
     return _with_head_dims(sources, rows, bare, sm_count)
 
 

@@ -103,13 +103,12 @@ def fit_generation(
 ) -> GenerationRates:
     """The content of the file of one GPU generation; `like`: the generation that `like` names."""
     facts = sources.generations[name]
-    if facts.waves is not None:
-        waves = fit_half_waves(sources, picked(sources, name, facts.waves, rows), facts.sm_count)
-    elif like is not None:
+    if like:
         why = Evidence(source=f"as {facts.like}'s. Ours")
         waves = {key: Share(value=one.value, evidence=why) for key, one in like.half_waves.items()}
     else:
-        raise KernelError(f"sources.yaml: {name} has neither `waves` nor an earlier generation")
+        own = picked(sources, name, facts.waves or Match(), rows)
+        waves = fit_half_waves(sources, own, facts.sm_count)
     attention: dict[str, AttentionRates] = {}
     for backend, part in facts.attention.items():
         own = picked(sources, name, part.match, rows)
@@ -140,14 +139,13 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
     a row is neither used nor excluded.  The result is deterministic."""
     sources = load_sources(folder / f"{SOURCES}.yaml")
     every = read_kernel_rows(published)
-    lost = unclaimed(sources, every)
-    if lost:
+    if lost := unclaimed(sources, every):
         lines = ", ".join(str(row.line) for row in lost)
         raise KernelError(f"kernels.csv: lines {lines} are neither used nor excluded")
     rows = sources.used(every)
     found: dict[str, GenerationRates] = {}
-    for name, facts in sources.generations.items():
-        found[name] = fit_generation(sources, name, rows, found.get(facts.like))
+    for name, part in sources.generations.items():
+        found[name] = fit_generation(sources, name, rows, found.get(part.like))
     hbm = {name: part.hbm.value for name, part in found.items()}
     gemms = {name: part.gemm for name, part in found.items()}
     return {**found, OPERATORS: fit_operators(sources, rows, hbm, gemms)}
