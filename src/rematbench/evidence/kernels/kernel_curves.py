@@ -243,11 +243,9 @@ def fit_attention(
         )
 
     best = solve(misses, start, (bounds[0], bounds[1]))
-    fitted = tuple(f"forward.{number}" for number in numbers)
+    fitted = tuple(f"{side}.{n}" for side in ("forward", "backward")[:sides] for n in numbers)
     why = "half_waves: the generation's" + "; half_rows: of the same one" * (lengths is not None)
-    if like is None:
-        fitted += tuple(f"backward.{number}" for number in numbers)
-    else:
+    if like is not None:
         why += "; backward over forward: as the backend that sources.yaml names by `like`"
     forward, backward = (
         _pass((rounded(one.efficiency), rounded(one.half_rows)), waves[side])

@@ -269,9 +269,8 @@ class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rows behind the file of one GPU generation; `waves`: attention rows whose number of heads
-    varies; `like`: instead of `waves`, an earlier generation whose half_rows and half_waves hold,
-    because every row has one length; `refused` and `unrated`: attention backends that the
-    generation cannot run, and those without rates, with the reason."""
+    varies; `like`: an earlier generation whose half_rows and half_waves hold, in place of `waves`;
+    `refused`, `unrated`: attention backends that it cannot run or that lack rates, and why."""
 
     sm_count: int
     source: str
