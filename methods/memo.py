@@ -69,8 +69,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Swap and recompute the activations that the base keeps, except in the last layers."""
-        reason = self._refusal(problem, base)
-        if reason:
+        if reason := self._refusal(problem, base):
             return Unsupported(reason)
         other = tuple(sorted(kept_activations(problem, base) - set(WHOLE)))
         layers = tuple(range(problem.workload.model.num_layers - self.exempt_layers))

@@ -91,8 +91,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         table = next((t for t in tables if any(op.name in MLP for op in t.ops)), tables[0])
         local = problem.workload.seq_len // (layout.cp * layout.ulysses)
         inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
-        parted = sorted(inner & parted_activations(problem, base))
-        if parted:
+        if parted := sorted(inner & parted_activations(problem, base)):
             names = ", ".join(parted)
             return 1, {"mlp": f"computed whole: the base offloads or rebuilds part of {names}"}
         if not inner:

@@ -32,5 +32,5 @@ class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_field
             words = "the base's passes" if base.orders or base.slices else base.schedule
             return Unsupported(f"needs passes in the order of 1F1B, not {words}")
         made = replace(base, schedule=self.schedule)
-        refused = vocabulary_refusal(made, problem.layout, problem.system, problem.workload)
+        refused = vocabulary_refusal(made, problem.layout, problem.workload)
         return Unsupported(refused) if refused else made

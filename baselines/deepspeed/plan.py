@@ -61,8 +61,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan of what happens to this stack's saved tensors under the settings."""
-        refused = active_reasons(self.limits(setup_of(problem)))
-        if refused:
+        if refused := active_reasons(self.limits(setup_of(problem))):
             return Unsupported(refused[0])
         kept = kept_activations(problem, base)
         plan = base

@@ -91,8 +91,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan of what happens to this stack's saved tensors under the settings, also for a job
         that has options but is not run here."""
-        refused = without_options(active_reasons(self._reasons(problem, base)))
-        if refused:
+        if refused := without_options(active_reasons(self._reasons(problem, base))):
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
         if self.recompute == "full":

@@ -483,7 +483,7 @@ def slices_refusal(
     return refusal("slices of a sequence are not lowered with", reasons)
 
 
-def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
+def vocabulary_refusal(plan: Plan, layout: Layout, work: Workload) -> str:
     """Why a plan with a vocabulary that all stages share cannot be lowered; empty if it can."""
     if plan.schedule not in VOCABULARY:
         return ""

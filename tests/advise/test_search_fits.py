@@ -59,7 +59,10 @@ METHODS = (asked().only, ("balanced_checkpointing", "pp_offload", "mst"))
 @pytest.mark.parametrize(
     "searched", [methods_alone, pytest.param(everything, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize(("seq_len", "gib", "fits"), [(32768, 12, False), (4096, 16, True)])
+@pytest.mark.parametrize(
+    ("seq_len", "gib", "fits"),
+    [(32768, 12, False), pytest.param(4096, 16, True, marks=pytest.mark.full)],
+)
 def test_arms_that_fall_unprobed_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
     seq_len: int,

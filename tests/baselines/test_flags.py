@@ -275,12 +275,18 @@ def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -
     return flags_of(made, replace(plan, partition=sizes) if sizes else plan, baseline, whole=whole)
 
 
-def test_a_run_chooses_the_graphs_of_a_stack_that_has_them() -> None:
-    for scope, words in {
-        "attn,mlp": "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp",
-        "full_iteration": "--cuda-graph-impl local --cuda-graph-scope full_iteration",
-    }.items():
-        assert words in printed(system="megatron-core-0.16", cuda_graphs=scope).flags
+@pytest.mark.parametrize("row", TABLES["printed"])
+def test_a_job_has_its_options(row: dict[str, Any]) -> None:
+    """Words that its options have and lack, and what the line says is not run."""
+    answer = printed(**row["job"])
+    assert all(word in answer.flags for word in row.get("flags", []))
+    assert not [word for word in row.get("absent", []) if word in answer.flags]
+    for word, said in row.get("not_run", {}).items():
+        assert any(word in line for line in answer.not_run) == said
+    assert not [line for line in answer.missing if "host" in line]
+
+
+def test_graphs_of_a_stack_without_them_are_refused() -> None:
     with pytest.raises(ConfigError, match="'layer': torchtitan captures no CUDA graphs"):
         printed(system="torchtitan", cuda_graphs="layer")
 
@@ -297,13 +303,6 @@ def test_options_of_two_stacks_differ_where_their_facts_do() -> None:
     assert not any(line.startswith(("reduce_overlap", "attention")) for line in plain.assumed)
 
 
-def test_whole_prints_the_model_too() -> None:
-    words = printed(whole=True).flags
-    assert "--num-layers" not in printed().flags
-    for word in ("--num-layers 4", "--hidden-size", "--swiglu", "--normalization RMSNorm"):
-        assert word in words
-
-
 def test_uneven_stages_are_printed_and_not_run() -> None:
     _, answer = answered(
         "keep_all", {}, "megatron_core", Asked("pp2", model=replace(TINY, num_layers=5))
@@ -311,9 +310,6 @@ def test_uneven_stages_are_printed_and_not_run() -> None:
     assert "--decoder-first-pipeline-num-layers" in answer.flags
     assert not answer.missing
     assert any("5 layers in pp x vpp" in line for line in answer.not_run)
-
-
-END_WORDS = ("decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2")
 
 
 @pytest.mark.parametrize(("sizes", "layout", "words"), TABLES["partitions"])
@@ -344,31 +340,6 @@ def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_expert
     assert isinstance(refused, Unsupported)
     assert refused.reason.startswith("disable moe in recompute_modules")
     assert isinstance(MegatronCore(modules=("moe_act",), **fused).plan(made, made.base_plan), Plan)
-
-
-def test_a_capacity_of_experts_is_printed() -> None:
-    layout = {"tp": 1, "pp": 1, "dp": 4, "ep": 4}
-    asked: dict[str, Any] = {"model": "tiny-experts", "capacity_factor": 1.25}
-    dropping = printed(layout={**layout}, **asked)
-    assert "--moe-expert-capacity-factor 1.25" in dropping.flags
-    assert "--moe-pad-expert" not in dropping.flags
-    assert any("capacity of experts without padding" in line for line in dropping.not_run)
-    padded = printed(layout={**layout}, expert_padding="capacity", **asked)
-    assert "--moe-pad-expert-input-to-capacity" in padded.flags
-    assert not any("capacity" in line for line in padded.not_run)
-
-
-def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
-    answer = printed(system="megatron-core", optimizer="host")
-    assert "--optimizer-cpu-offload" in answer.flags
-    assert not any("host" in line for line in answer.missing)
-    assert any("not run here" in line for line in answer.not_run)
-
-
-def test_the_kernel_that_the_generation_has_is_printed() -> None:
-    for cluster, backend in (("h800-80gb", "fused"), ("a100-80gb", "flash")):
-        answer = printed(system="megatron-core-0.16", cluster=cluster)
-        assert f"--attention-backend {backend}" in answer.flags
 
 
 def test_sinks_have_an_option() -> None:

@@ -19,7 +19,7 @@ from rematbench.evaluate.result import Result
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.claims import scored_cells
-from tests.cli.test_cli import DEMO, PIPE
+from tests.cli.test_cli import PIPE
 from tests.problems import all_methods
 from tests.typed import typed
 
@@ -52,28 +52,6 @@ def test_the_csv_says_what_simulate_says(tmp_path: Path) -> None:
 def trust(text: str) -> str:
     """The line of `simulate` about the evidence for predictions like this one."""
     return next(line for line in text.splitlines() if line.startswith("evidence: "))
-
-
-def test_only_a_tight_plan_is_said_to_be_tight() -> None:
-    """Beside a plan with room the error of peaks would read as its verdict."""
-    for length, tight in (("4096", False), ("11264", True)):
-        words = (*DEMO, "--system", "megatron-core", "--pp", "4", "--seq-len", length)
-        told = typed("simulate", "keep_all", *words).out
-        small = "tight: fits, but the headroom is below what tuned plans leave" in told
-        assert ("FITS, TIGHT" in told) == tight == small
-
-
-def test_what_nobody_published_is_said_in_words() -> None:
-    """Neither a long job nor a method of a minute ago has the evidence of a published cell."""
-    job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")
-    far = ("--global-batch", "1", "--seq-len", "262144")
-    shown = typed("simulate", "memo", *job, *far, "--system", "megatron-core", "--notes").out
-    assert "attention kernels that are faster than fa2 on hopper: cudnn, fa3" in shown
-    told = trust(shown)
-    assert "262,144 tokens (published on megatron-core: 8,192)" in told
-    assert "mechanism memo" in told
-    by_default = trust(typed("simulate", "memo", *job, *far).out)
-    assert "stack megatron-core-0.16" in by_default
 
 
 def test_a_stack_is_known_by_its_facts_and_not_by_its_name(tmp_path: Path) -> None:
@@ -148,19 +126,6 @@ def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() ->
     assert runnable(fewer).startswith(f"FASTEST that an engine can run: {second.method}, ")
     assert runnable([replace(one, runs_on=()) for one in fitting]) == ""
     assert runnable(fewer[1:]) == ""
-
-
-def test_where_nothing_fits_the_last_line_says_what_would() -> None:
-    job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
-    only = [word for name in ("keep_all", "full_recompute", "memo") for word in ("--only", name)]
-    ran = typed("compare", *job, "--global-batch", "1", *only)
-    assert ran.code == 0
-    assert "\nNOTHING FITS: the closest method is " in ran.out
-    last = ran.out.splitlines()[-1]
-    assert last.startswith("WOULD FIT: with ")
-    assert "GiB more memory on each device" in last
-    assert "the optimizer's states in host memory" in last
-    assert "on 2 GPUs at tp 2 cp 1 pp 1 dp 1" in last
 
 
 # -- Fujii's 80 % rule ------------------------------------------------------------------------

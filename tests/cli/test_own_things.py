@@ -122,19 +122,6 @@ variants:
   - {method: mine}
 """
 
-# -- models -----------------------------------------------------------------------------------
-
-
-def test_names_of_hubs_are_not_looked_up() -> None:
-    ran = typed("simulate", "keep_all", *WORDS, "--model", "meta-llama/Llama-3.1-70B")
-    assert ran.code == 2
-    assert "names on the Hugging Face hub are not looked up" in ran.err
-    assert "config.json" in ran.err
-    assert "did you mean 'llama-3.1-70b'?" in ran.err
-    for path in ("models/mine.yaml", "./a/b", "a/b/c"):
-        assert "hub" not in typed("simulate", "keep_all", *WORDS, "--model", path).err
-
-
 # -- sheets -----------------------------------------------------------------------------------
 
 
@@ -347,12 +334,6 @@ def test_a_folder_that_does_not_exist_is_refused_before_the_work(tmp_path: Path)
     assert ran.code == 2
     assert ran.err.endswith(f"cannot be written (no folder {missing.parent})\n")
     assert not missing.parent.exists()
-
-
-def test_completion_is_offered() -> None:
-    told = typed("--help").out
-    assert "--install-completion" in told.partition("Options:")[0] + told.partition("Start with")[2]
-    assert "--show-completion" in told
 
 
 def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:

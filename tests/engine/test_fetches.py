@@ -117,10 +117,6 @@ def test_without_overlap_nothing_is_fetched_ahead() -> None:
 def test_a_matrix_waits_on_compute_for_its_gather_or_its_copy(*, home: bool) -> None:
     facts = {"optimizer_on_host": True, "parameters_on_host": True} if home else {}
     made = zero3(1, LAYER, **facts)
-    made = replace_degrees(made, dp=1) if home else made
+    made = remade(made, layout=replace(made.layout, dp=1)) if home else made
     check(lower(made.base_plan, made))
     assert all(a.stream == COMPUTE for a in walk(made, made.base_plan) if a.kind in KERNELS)
-
-
-def replace_degrees(made: Problem, **degrees: Any) -> Problem:
-    return remade(made, layout=replace(made.layout, **degrees))

@@ -18,7 +18,6 @@ from rematbench.evidence.bands import (
     inside_shares,
     kind_coverage,
     pooled,
-    pooled_rows,
     ratio_band,
     ratio_errors,
     shipped,
@@ -241,7 +240,7 @@ def test_both_shares_inside_are_told_and_differ() -> None:
     by_source, by_row = inside_shares()
     assert by_source == pytest.approx(sum(one.inside for one in found) / len(found))
     inside = sum(one.inside * one.rows for one in found)
-    assert by_row == pytest.approx(inside / len(cells)) == pooled_rows(found, errors).inside
+    assert by_row == pytest.approx(inside / len(cells)) == pooled(found, errors, by_row=True).inside
     assert by_source > by_row
 
 

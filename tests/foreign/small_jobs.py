@@ -38,6 +38,6 @@ def job(folder: Path, text: str, name: str = "run.sh", **given: object) -> tuple
 
 
 def facts(made: FileJob) -> dict[str, object]:
-    """The facts of the written stack, without their sources."""
+    """The facts of the written stack, without their sources, and its words."""
     stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
-    return {key: one["value"] for key, one in stack.items() if isinstance(one, dict)}
+    return {key: one["value"] if isinstance(one, dict) else one for key, one in stack.items()}

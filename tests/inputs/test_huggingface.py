@@ -1,6 +1,7 @@
 """Hugging Face config.json: the supported architectures, and one clear line for the others."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from rematbench.inputs.architectures import architectures
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.huggingface import OWN_FILE
 from rematbench.inputs.load import load_model
-from rematbench.workload import Model, Workload
+from rematbench.workload import Workload
 from tests.inputs.public_configs import EXPERTS, PUBLIC
 from tests.problems import problem
 from tests.tables import tables
 
 TABLES = tables(__file__)
-LLAMA, GPT2, MPT, NEOX = (TABLES["bases"][name] for name in ("llama", "gpt2", "mpt", "neox"))
+LLAMA = TABLES["bases"]["llama"]
 CONFIGS: dict[str, dict[str, Any]] = {"llama-3.1-8b": LLAMA, **TABLES["public"]}
 
 
@@ -43,28 +44,6 @@ def test_the_folder_of_a_config_is_enough(tmp_path: Path) -> None:
     path = written(tmp_path / "my-llama", LLAMA)
     assert load_model(tmp_path / "my-llama").name == "my-llama"
     assert load_model(str(path)).parameters == 8_030_261_248
-
-
-def test_gpt2_has_124_million_parameters(tmp_path: Path) -> None:
-    model = load_model(written(tmp_path, GPT2))
-    assert model.parameters == 124_439_808
-    assert (model.position, model.dropout, model.tied_embeddings) == ("learned", 0.1, True)
-
-
-def test_mpt_and_gpt_neox_load(tmp_path: Path) -> None:
-    mpt = load_model(written(tmp_path / "mpt", MPT))
-    assert (mpt.position, mpt.qkv_bias, mpt.ffn) == ("alibi", False, 16384)
-    assert mpt.parameters == 6_649_286_656
-    assert load_model(written(tmp_path / "neox", NEOX)).position == "rope"
-
-
-def test_windows_of_qwen2_and_of_layer_types(tmp_path: Path) -> None:
-    qwen = {**CONFIGS["qwen2-7b"], "use_sliding_window": True, "max_window_layers": 20}
-    model = load_model(written(tmp_path / "qwen", qwen))
-    assert model.attention_window == (0,) * 20 + (131072,) * 8
-    kinds = ["full_attention", "sliding_attention"] * 21
-    gemma = {**CONFIGS["gemma-2-9b"], "layer_types": kinds}
-    assert load_model(written(tmp_path / "gemma", gemma)).attention_window == (0, 4096) * 21
 
 
 def test_qwen3_norms_the_heads_of_queries_and_keys(tmp_path: Path) -> None:
@@ -99,6 +78,24 @@ def test_a_release_in_fp8_alone_is_read_as_fine_tuning_takes_it(tmp_path: Path) 
     assert "read as the run's precision" in model.left_out
 
 
+def public(name: str) -> dict[str, Any]:
+    if name in TABLES["bases"]:
+        return dict(TABLES["bases"][name])
+    return CONFIGS[name] if name in CONFIGS else (PUBLIC | EXPERTS)[name][0]
+
+
+@pytest.mark.parametrize("row", TABLES["facts"], ids=lambda row: row["config"])
+def test_a_config_gives_the_facts_of_its_class(tmp_path: Path, row: dict[str, Any]) -> None:
+    """Of a public config with changes; `windows` are patterns of layers, each with its repeats."""
+    model = load_model(written(tmp_path, public(row["config"]) | row.get("with", {})))
+    facts = row.get("facts", {})
+    assert {name: attrgetter(name)(model) for name in facts} == facts
+    assert all(word in model.left_out for word in row.get("left_out", []))
+    if "windows" in row:
+        layers = [layer for pattern, times in row["windows"] for layer in pattern * times]
+        assert [*model.attention_window] == layers
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_a_public_decoder_has_the_parameters_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     data, parameters = PUBLIC[name]
@@ -116,27 +113,19 @@ def test_a_mixture_of_experts_has_the_parameters_of_its_class(tmp_path: Path, na
     assert matrices <= active + model.hidden * model.vocab * model.tied_embeddings
 
 
-def test_experts_by_layer_router_and_shared_expert(tmp_path: Path) -> None:
-    def read(name: str, **more: Any) -> Model:
-        return load_model(written(tmp_path, {**EXPERTS[name][0], **more}))
-
-    glm, scout, maverick = read("GLM-4.5"), read("Llama-4-Scout"), read("Llama-4-Maverick")
-    assert glm.experts is not None
-    assert (glm.experts.dense_layers, glm.experts.router) == ((0, 1, 2), "sigmoid")
-    assert (glm.experts.shared_ffn, glm.ffn, glm.expert_layers) == (1536, 12288, 89)
-    assert "more than one token" in glm.left_out
-    assert maverick.experts is not None
-    assert maverick.experts.dense_layers == tuple(range(0, 48, 2))
-    assert (scout.attention_chunked, scout.attention_window[:4]) == (True, (8192, 8192, 8192, 0))
+def test_dense_layers_and_norms_of_heads_are_those_of_the_class(tmp_path: Path) -> None:
+    dense = {"GLM-4.5": (0, 1, 2), "Llama-4-Maverick": tuple(range(0, 48, 2))}
+    for name, layers in dense.items():
+        experts = load_model(written(tmp_path, public(name))).experts
+        assert experts is not None
+        assert experts.dense_layers == layers
+    scout = load_model(written(tmp_path, public("Llama-4-Scout")))
     assert scout.head_norm_parameters(scout.q_width) == 0
-    assert scout.rotary_share == 0.75
-    assert read("Qwen3-30B-A3B", num_experts=1).experts is None
-    assert read("Qwen3-30B-A3B", decoder_sparse_step=2).expert_layers == 24
-    assert read("Qwen3-30B-A3B", mlp_only_layers=[0, 5]).expert_layers == 46
-    gpt = read("gpt-oss-20b")
-    assert (gpt.attention_window[:2], gpt.attention_sinks) == ((128, 0), True)
-    assert "quantised" in gpt.left_out
-    assert "experts" in gpt.special_features
+    assert "experts" in load_model(written(tmp_path, public("gpt-oss-20b"))).special_features
+    mpt = public("mpt-7b")
+    normed = mpt | {"attn_config": {**mpt["attn_config"], "qk_ln": True}}
+    added = load_model(written(tmp_path, normed)).parameters - PUBLIC["mpt-7b"][1]
+    assert added == 32 * 2 * 4096
 
 
 def test_attention_in_chunks_counts_pairs_inside_them(tmp_path: Path) -> None:
@@ -157,56 +146,6 @@ def test_experts_that_no_layer_can_have(
         return
     with pytest.raises(ConfigError, match=f"experts: {line}"):
         load_model(path)
-
-
-def test_each_block_is_said_with_its_facts(tmp_path: Path) -> None:
-    def read(name: str, **more: Any) -> Model:
-        return load_model(written(tmp_path, {**PUBLIC[name][0], **more}))
-
-    assert read("gpt-neox-20b").block == "parallel"
-    assert read("gpt-neox-20b", use_parallel_residual=False).block == "sequential"
-    assert read("falcon-7b").block == "parallel_shared_norm"
-    assert (read("falcon-40b").block, read("falcon-40b").num_kv_heads) == ("parallel", 8)
-    assert read("falcon-40b", num_ln_in_parallel_attn=1).block == "parallel_shared_norm"
-    assert (read("opt-6.7b").mlp, read("opt-6.7b").max_positions) == ("relu", 2050)
-    assert read("bloom").embedding_norm
-    assert read("Baichuan2-7B").position == "rope"
-    assert read("Baichuan2-13B").position == "alibi"
-    olmo = read("OLMo-2-7B")
-    assert (olmo.pre_norm, olmo.post_norm, olmo.qk_norm_weights) == (False, True, "width")
-    mpt = {**PUBLIC["mpt-7b"][0]["attn_config"], "qk_ln": True}
-    assert read("mpt-7b", attn_config=mpt).parameters == PUBLIC["mpt-7b"][1] + 32 * 2 * 4096
-
-
-def test_windows_and_rotary_positions_by_layer(tmp_path: Path) -> None:
-    def read(name: str, **more: Any) -> Model:
-        return load_model(written(tmp_path, {**PUBLIC[name][0], **more}))
-
-    gemma = read("gemma-3-1b").attention_window
-    assert [layer for layer, window in enumerate(gemma) if not window] == [5, 11, 17, 23]
-    assert set(gemma) == {0, 512}
-    assert read("gemma-3-1b", sliding_window=None).attention_window == ()
-    command = read("command-r7b")
-    assert command.attention_window == (4096, 4096, 4096, 0) * 8
-    assert (command.rotary_share, read("SmolLM3-3B").rotary_share) == (0.75, 0.75)
-    assert (read("gpt-j-6b").rotary_share, read("stablelm-3b-4e1t").rotary_share) == (0.25, 0.25)
-    assert read("gpt-neo-2.7B").attention_window == (0, 256) * 16
-    assert read("Phi-3-mini", sliding_window=2047).attention_window == (2047,) * 32
-    pattern = {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}
-    exaone = {**LLAMA, "model_type": "exaone4", **pattern}
-    assert load_model(written(tmp_path, exaone)).attention_window == (4096, 4096, 4096, 0) * 8
-
-
-def test_dropout_of_attention_alone_keeps_no_mask_of_the_outputs(tmp_path: Path) -> None:
-    granite = {**LLAMA, "model_type": "granite", "attention_dropout": 0.1}
-    model = load_model(written(tmp_path, granite))
-    assert (model.dropout, model.attention_dropout, model.drops_attention) == (0.0, 0.1, True)
-    gpt2 = load_model(written(tmp_path, GPT2))
-    assert (gpt2.attention_dropout, gpt2.embedding_dropout, gpt2.drops_embedding) == (
-        None,
-        None,
-        True,
-    )
 
 
 def test_the_text_part_of_a_larger_model_is_read_and_said(tmp_path: Path) -> None:

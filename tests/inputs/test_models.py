@@ -51,8 +51,7 @@ def test_a_name_with_a_size_has_that_size(name: str) -> None:
 def test_mpt_parameters_equal_every_published_row() -> None:
     counted = 0
     for row in rows():
-        found = re.search(r"params (\d+)", row["note"])
-        if found:
+        if found := re.search(r"params (\d+)", row["note"]):
             work = Workload(model=load_model(row["model"]), seq_len=int(row["seq_len"]))
             assert work.model.parameters == int(found[1]), (row["model"], row["seq_len"])
             counted += 1

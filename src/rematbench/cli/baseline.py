@@ -72,8 +72,7 @@ def check(
     except MethodError as error:
         raise CommandError(f"{folder / 'plan.py'}: {error}") from error
     typer.echo(f"ok: {folder / 'plan.py'} has the policy {', '.join(found)}")
-    lacks = [name for name in ("run.py", "stack.py") if not (folder / name).is_file()]
-    if lacks:
+    if lacks := [name for name in ("run.py", "stack.py") if not (folder / name).is_file()]:
         raise CommandError(f"{folder} has no {' and no '.join(lacks)}, so it cannot be run")
 
 

@@ -233,11 +233,9 @@ def verdict(results: Sequence[Result]) -> str:
         return "NOTHING FITS: no method could plan this problem"
     if not best.fits:
         return f"NOTHING FITS: the closest method is {best.method}, {best.reason}"
-    return (
-        f"FITS: {summary(best)} ({best.not_timed})"
-        if best.not_timed
-        else (f"FASTEST: {summary(best)}")
-    )
+    if best.not_timed:
+        return f"FITS: {summary(best)} ({best.not_timed})"
+    return f"FASTEST: {summary(best)}"
 
 
 def safest(results: Sequence[Result]) -> str:

@@ -61,8 +61,7 @@ def read(  # every option is a parameter
     Example:
       rematbench read train.yaml ds_z3.json config.json --cluster h100-80gb --gpus 8 --run
     """
-    wrong = [text for text in variables or () if "=" not in text]
-    if wrong:
+    if wrong := [text for text in variables or () if "=" not in text]:
         raise CommandError(f"--set {wrong[0]}: expected NAME=VALUE")
     reading = read_files(files, dict(text.split("=", 1) for text in variables or ()))
     given = {**facts, "vocab": vocab}

@@ -1,5 +1,6 @@
 """The commands about sheets: `predict` predicts every row, `row` makes one of a trainer's log."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -71,9 +72,7 @@ def predict(
     with progress_bar("predicting") as advance:
         found = predict_rows(sheet, processes=processes, methods=methods or (), progress=advance)
     write_sheet(output, found, [*columns, *prediction_columns(found)])
-    counts: dict[str, int] = {}
-    for row in found:
-        counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
+    counts = Counter(row["pred_status"] for row in found)
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
     missed = [(n, row) for n, row in enumerate(found, 1) if row["pred_status"] not in PREDICTED]

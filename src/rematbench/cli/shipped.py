@@ -181,8 +181,7 @@ def examples(
     """
     need_folder("DIR", folder)
     shipped = sorted(path for path in (data_dir("config") / "examples").iterdir() if path.is_file())
-    there = [path.name for path in shipped if (folder / path.name).exists()]
-    if there:
+    if there := [path.name for path in shipped if (folder / path.name).exists()]:
         raise CommandError(f"{folder} already has {', '.join(there)}; nothing was written")
     for path in shipped:
         shutil.copyfile(path, folder / path.name)

@@ -4,6 +4,7 @@ Source of keys: torchtitan, torchtitan/config/job_config.py of 2025-10; `read` r
 (config/foreign/torchtitan.yaml).
 """
 
+import json  # its texts of words, numbers and lists are those of TOML
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +46,10 @@ def titan_answer(asked: Request) -> FlagsAnswer:
     text = "\n".join(
         line
         for name, values in sections.items()
-        for line in (f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items()))
+        for line in (
+            f"[{name}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in values.items()),
+        )
     )
     said = ("the model's name and flavor are left out",)
     return FlagsAnswer(baseline=TITAN, flags=text, missing=tuple(missing), remarks=said)
@@ -110,9 +114,3 @@ def _sections(problem: Problem) -> dict[str, Section]:
         sections["model"] = {"converters": [name]}
         sections[name] = {**section, **gathers, "filter_fqns": ["output"]}
     return sections
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return str(value).lower() if isinstance(value, bool | int) else f'"{value}"'

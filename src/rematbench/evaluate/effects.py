@@ -63,9 +63,8 @@ def _others(system: System, fact: str) -> Iterator[System]:
         try:
             changed = convert({**values, fact: value}, System, "")
             dependent = {key for key, _ in contradictions(changed)} - {fact}
-            changed = with_facts(
-                changed, **{key: declared(System)[key].default for key in dependent}
-            )
+            usual = {key: declared(System)[key].default for key in dependent}
+            changed = with_facts(changed, **usual)
             check_system(changed, "")
         except ConfigError:
             continue

@@ -106,8 +106,7 @@ def check_plan(method: Method, problem: Problem) -> None:
     program = lower(plan, problem)
     check(program)
     for ledger in issue_order(program):
-        left = ledger.device_left_bytes + ledger.host_left_bytes
-        if left:
+        if left := ledger.device_left_bytes + ledger.host_left_bytes:
             raise MethodError(f"{left} bytes are never freed")
 
 
@@ -140,8 +139,7 @@ def check_file(path: Path, shipped: Registry) -> Iterator[str]:
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
     yield "the file loads and defines a method"
     for checks in (FORMAT_CHECKS, CONTRACT_CHECKS):
-        problem = first_problem(file, checks)
-        if problem:
+        if problem := first_problem(file, checks):
             raise MethodError(f"{path}: {problem}")
         yield from checks
     method: Method = entry.cls()

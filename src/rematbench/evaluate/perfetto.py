@@ -15,6 +15,7 @@ import msgspec
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Kind
 from rematbench.engine.program.ledger import Interval, timeline
 from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.host.files import write_atomically
 
 Event = dict[str, Any]
 
@@ -31,9 +32,7 @@ def write_timeline(title: str, evaluation: PlanEvaluation, path: Path) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"title": title, "step_s": evaluation.step_s},
     }
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(msgspec.json.encode(document))
-    partial.replace(path)
+    write_atomically(path, msgspec.json.encode(document))
 
 
 def timeline_events(evaluation: PlanEvaluation) -> Iterator[Event]:

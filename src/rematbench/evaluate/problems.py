@@ -140,8 +140,5 @@ def faster_attention(problem: Problem) -> str:
     ]
     if not faster:
         return ""
-    named = ", ".join(sorted(faster))
-    return (
-        f"attention kernels that are faster than {problem.kernel} on "
-        f"{problem.cluster.generation}: {named}"
-    )
+    slow = f"{problem.kernel} on {problem.cluster.generation}"
+    return f"attention kernels that are faster than {slow}: {', '.join(sorted(faster))}"

@@ -81,8 +81,7 @@ class _RankCheck:
                     f"{action.kind.value} {action.part}.{action.op}"
                 )
                 self._step(action, micro_batch, chunk)
-        missing = self.states.pieces.missing(self.clocks[COMPUTE])
-        if missing:
+        if missing := self.states.pieces.missing(self.clocks[COMPUTE]):
             raise CheckError(f"rank {self.rank.rank}: {missing}")
         if self.made:
             storage, micro_batch, chunk = next(iter(self.made))
@@ -107,8 +106,7 @@ class _RankCheck:
             self._alloc(key, stream, clock, alloc)
             begun = clock[stream] - (1 if begin else 0)
             self.made[key] = (stream, begun, clock[stream])
-        wrong = self.states.fault(action, micro_batch, chunk, clock, self._alive)
-        if wrong:
+        if wrong := self.states.fault(action, micro_batch, chunk, clock, self._alive):
             raise CheckError(f"{self.where}: {wrong}")
         for storage in action.frees:
             self._free((storage, micro_batch, chunk))
@@ -148,8 +146,7 @@ class _RankCheck:
         if slot := alloc.slot:
             tenants = {k: who for k, who in self.slots.get(slot, {}).items() if k in self.made}
             mine = (*key[1:], alloc.tenant)
-            conflicts = [k for k, who in tenants.items() if (*k[1:], who) != mine]
-            if conflicts:
+            if conflicts := [k for k, who in tenants.items() if (*k[1:], who) != mine]:
                 raise CheckError(f"{self.where}: slot {slot} still holds {conflicts[0][0]}")
             self.slots[slot] = tenants | {key: alloc.tenant}
         if key[0].place == HELD:

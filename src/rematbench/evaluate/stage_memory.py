@@ -48,9 +48,8 @@ def stage_bytes(
     bars = []
     for rank, ledger in enumerate(evaluation.ranks):
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
-        saved = _saved_bytes(
-            problem, plan, rank, live, staged=ledger.pools > problem.workspace_bytes
-        )
+        staged = ledger.pools > problem.workspace_bytes
+        saved = _saved_bytes(problem, plan, rank, live, staged=staged)
         saved = min(saved, ledger.activation_peak)
         reserved = rank_reserved(program, rank, ledger, problem.usable_bytes).nbytes
         lost = reserved - ledger.device_peak

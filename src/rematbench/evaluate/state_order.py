@@ -103,8 +103,7 @@ class _Pieces:
             own = self.units.get(piece, frozenset({unit}))
             if not any(one == unit or (not unit[0] and one[1] == unit[1]) for one in own):
                 continue
-            late = uses.add(stream, clock, write=write)
-            if late:
+            if late := uses.add(stream, clock, write=write):
                 return piece, late
         return None
 
@@ -195,8 +194,7 @@ class StateCheck:
         part, _ = unit
         if unit in self.updated:
             return f"uses weights of {part} after their update"
-        late = self.weights[unit].add(COMPUTE, clock, write=False)
-        if late:
+        if late := self.weights[unit].add(COMPUTE, clock, write=False):
             return f"uses weights of {part} without waiting until {late} has gathered them"
         if kind not in BACKWARD:
             return ""
@@ -211,13 +209,11 @@ class StateCheck:
     def _gather(self, unit: UnitOf, stream: int, clock: VectorClock, *, in_place: bool) -> str:
         """Check a gather of the weights of a unit, or of all units of the chunk: into a new buffer,
         or in place, where kernels and other gathers may still read."""
-        used = self.pieces.late(unit, stream, clock, write=in_place)
-        if used:
+        if used := self.pieces.late(unit, stream, clock, write=in_place):
             return f"gathers weights of {used[0]} while {used[1]} may still use them"
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
         for one in [unit] if unit[0] else of_chunk:
-            late = self.weights[one].add(stream, clock, write=in_place)
-            if late:
+            if late := self.weights[one].add(stream, clock, write=in_place):
                 return f"gathers weights of {one[0]} while {late} may still use them"
         return ""
 
@@ -258,20 +254,15 @@ class StateCheck:
         piece = action.part
         if not piece:
             return ""
-        own = frozenset(piece.units)
-        if own:
+        if own := frozenset(piece.units):
             self.pieces.units[piece] = own
         updates = action.kind is Kind.OPTIMIZER
         writes = (updates and action.stream != HOST_UPDATE) or action.op == WEIGHTS_UP
         reads = updates or action.op == GRADIENTS_DOWN
         if reads and (words := self._unready(piece, own, stream, clock)):
             return words
-        if writes:
-            late = self._before_pieces(self.weights, own, stream, clock)
-            if late:
-                return (
-                    f"updates weights of {late[0]} for {piece} while {late[1]} may still use them"
-                )
+        if writes and (late := self._before_pieces(self.weights, own, stream, clock)):
+            return f"updates weights of {late[0]} for {piece} while {late[1]} may still use them"
         if updates:
             units = own or self.gradients.keys()
             if self.reduces and (unit := next(iter(units - self.reduced), None)):
@@ -286,12 +277,9 @@ class StateCheck:
         """Why the gradients of a piece cannot be used yet, in words; empty if they can."""
         if early := next(iter(own - self.gradients.keys()), None):
             return f"uses gradients of {early[0]} for {piece} before their backward"
-        late = self._before_pieces(self.gradients, own, stream, clock)
-        return (
-            f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
-            if late
-            else ""
-        )
+        if late := self._before_pieces(self.gradients, own, stream, clock):
+            return f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+        return ""
 
     @staticmethod
     def _before_pieces(

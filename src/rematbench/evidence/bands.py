@@ -250,26 +250,18 @@ def kind_coverage(errors: Errors) -> list[Coverage]:
     return found
 
 
-def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each of weight 1; `errors`: the errors of each source."""
+def pooled(coverages: Sequence[Coverage], errors: Errors, *, by_row: bool = False) -> Coverage:
+    """The coverage over all sources, each of weight 1 (`by_row`: each row of weight 1); `errors`:
+    the errors of each source."""
+    weights = [one.rows if by_row else 1 for one in coverages]
+    rows = [error for own in errors.values() for error in own]
+    pairs = zip(coverages, weights, strict=True)
     return Coverage(
-        source=POOLED[0],
-        rows=sum(map(len, errors.values())),
-        inside=fmean(one.inside for one in coverages),
-        half_width=median(one.half_width for one in coverages),
-        error=quantile(errors),
-    )
-
-
-def pooled_rows(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each row of weight 1; `errors`: as in `pooled`."""
-    rows = [one.rows for one in coverages]
-    return Coverage(
-        source=POOLED[1],
-        rows=sum(rows),
-        inside=fmean((one.inside for one in coverages), rows),
-        half_width=median(one.half_width for one in coverages for _ in range(one.rows)),
-        error=source_quantile([error for own in errors.values() for error in own]),
+        source=POOLED[by_row],
+        rows=len(rows),
+        inside=fmean((one.inside for one in coverages), weights),
+        half_width=median(one.half_width for one, weight in pairs for _ in range(weight)),
+        error=source_quantile(rows) if by_row else quantile(errors),
     )
 
 
@@ -279,7 +271,7 @@ def inside_shares() -> tuple[float, float]:
     of weight 1, and each row of weight 1."""
     cells = left_out_cells()
     found, errors = coverage(cells), speed_errors(cells)
-    return pooled(found, errors).inside, pooled_rows(found, errors).inside
+    return pooled(found, errors).inside, pooled(found, errors, by_row=True).inside
 
 
 # -- results ------------------------------------------------------------------------------------

@@ -325,8 +325,7 @@ def left_out_bytes(processes: int = 2) -> list[Cell]:
     lines = []
     for row in predict_rows(told, processes=processes):
         for quantity, nbytes in printed_bytes(row).items():
-            made = number(row, PREDICTED[quantity])
-            if made:
+            if made := number(row, PREDICTED[quantity]):
                 place = {key: row[key] for key in ("sheet", "row", "source")}
                 place |= {"trains": trained_by(row.get("method") in (None, "", "full"))}
                 sizes = {"bytes": f"{nbytes:.6g}", "pred_bytes": f"{made:.6g}"}

@@ -28,6 +28,7 @@ from rematbench.evidence.published.sheets import (
     is_scored,
     number,
 )
+from rematbench.host.table import grouped
 from rematbench.inputs.configfile import ConfigError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
@@ -47,13 +48,11 @@ FEWEST_LAYOUTS = 4
 def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
     """Rows that have a speed or are out of memory, grouped by SWEEP, for jobs that a source ran in
     at least FEWEST_LAYOUTS layouts."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
-            found.setdefault(tuple(str(row.get(key, "")) for key in SWEEP), []).append(row)
+    judged = (r for r in rows if is_scored(r) and (r["status"] == "oom" or number(r, SPEED)))
+    jobs = grouped((tuple(str(row.get(key, "")) for key in SWEEP), row) for row in judged)
     return {
         key: cells
-        for key, cells in found.items()
+        for key, cells in jobs.items()
         if len({tuple(row.get(name) for name in LAYOUT) for row in cells}) >= FEWEST_LAYOUTS
     }
 

@@ -148,8 +148,7 @@ class StepFit:
         self.moves: list[list[int]] = []
         for name in calibration.fitted:
             near = [i for i, row in enumerate(rows) if concerns(name, row)]
-            moved = self._moved(name, near, base)
-            if moved:
+            if moved := self._moved(name, near, base):
                 self.names.append(name)
                 self.moves.append(moved)
 

@@ -139,11 +139,9 @@ def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
                 f"no target modules are given: {usual}, PEFT's default for Llama, is assumed"
             )
         return
-    unknown = [word for word in words if not _named(word)]
-    if unknown:
+    if unknown := [word for word in words if not _named(word)]:
         reading.refused.append(f"{key}: {', '.join(unknown)} (known: {', '.join(LINEARS)})")
-    named = ",".join(name for word in words for name in _named(word))
-    if named:
+    if named := ",".join(name for word in words for name in _named(word)):
         reading.put("lora_targets", named, key)
 
 

@@ -118,8 +118,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
         data.setdefault(precision, True)
     if data.pop("dynamo_backend", None) == "inductor":
         data["torch_compile"] = True
-    named = [name for name in data if name.startswith("parallelism_config_")]
-    if named:
+    if named := [name for name in data if name.startswith("parallelism_config_")]:
         data["parallelism_config"] = {name: data.pop(name) for name in named}
     programs = [*words[:3], *(word for word in words if word.endswith(".py"))]
     programs += [module for word, module in pairwise(words) if word in ("-m", "--module")]

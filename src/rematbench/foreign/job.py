@@ -95,7 +95,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
         values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
     if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
         del values["shard_degree"]
-    _batches(values, reading)
+    _batches(values)
     values["system"] = _system(values, reading, files, prefix, overrides)
     name, settings = _method(values, reading, method)
     options = {key: str(values[key]) for key in LEADING if values.get(key) is not None}
@@ -210,7 +210,7 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
         reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need}, which {why}")
 
 
-def _batches(values: dict[str, Any], reading: Reading) -> None:
+def _batches(values: dict[str, Any]) -> None:
     """Derive the micro-batch or the global batch from the other one, accumulation and replicas."""
     gpus = values.get("gpus")
     if not gpus:

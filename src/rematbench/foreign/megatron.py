@@ -460,8 +460,7 @@ def _modules(reading: Reading, options: Options) -> dict[str, object]:
     """The modules of selective recomputation as a setting; empty for core attention alone, which is
     the default of Megatron and of the method."""
     modules = options.get("recompute-modules") or ["core_attn"]
-    lacking = sorted(set(modules) - MODULES.keys())
-    if lacking:
+    if lacking := sorted(set(modules) - MODULES.keys()):
         allowed = ", ".join(MODULES)
         reading.refused.append(f"--recompute-modules: {' '.join(lacking)} (allowed: {allowed})")
     if set(modules) <= {"core_attn", *lacking}:

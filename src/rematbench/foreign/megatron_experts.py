@@ -53,8 +53,7 @@ def _widths(reading: Reading, options: Options) -> None:
     for option, name in WIDTHS.items():
         if options.get(option):
             experts[name] = whole(options[option][0], reading.file, f"--{option}")
-    dense = _dense_layers(reading, options)
-    if dense:
+    if dense := _dense_layers(reading, options):
         experts["dense_layers"] = dense
     experts |= _router(options, reading.file)
     if "moe-shared-expert-gate" in options:

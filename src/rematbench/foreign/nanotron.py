@@ -20,8 +20,7 @@ def read_nanotron(data: Mapping[str, Any], file: str) -> Reading:
     reading.notes.append("nanotron: the kernels of megatron-core are assumed (--system)")
     read_keys(reading, data, "nanotron")
     parallel = data.get("parallelism") or {}
-    replicas = reading.values.pop("replicas", None)
-    if replicas:
+    if replicas := reading.values.pop("replicas", None):
         reading.put(
             "gpus", replicas * prod(reading.get(name, 1) for name in ("tp", "pp", "cp")), "dp"
         )

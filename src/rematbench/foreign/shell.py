@@ -88,8 +88,7 @@ def read_script(text: str, file: str, variables: Variables | None = None) -> Scr
         headers = re.sub(short, option, headers)
     script.headers = options_of(shlex.split(headers))
     for option in ("gpus-per-node", "gres"):
-        gpus = GPUS.fullmatch(" ".join(script.headers.get(option, [])))
-        if gpus:
+        if gpus := GPUS.fullmatch(" ".join(script.headers.get(option, []))):
             script.headers["gpus-per-node"] = [gpus[1]]
             break
     for option, names in SLURM.items():

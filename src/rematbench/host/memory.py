@@ -1,17 +1,13 @@
 """The memory of this host, and the memory that this process may use."""
 
+import re
 from pathlib import Path
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """The entries of /proc/meminfo by name, in bytes."""
-    found = {}
-    for line in path.read_text(encoding="ascii").splitlines():
-        key, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[-1] == "kB":
-            found[key] = int(words[0]) * 1024
-    return found
+    entries = re.findall(r"^(.+):\s+(\d+) kB$", path.read_text(encoding="ascii"), re.MULTILINE)
+    return {key: int(number) * 1024 for key, number in entries}
 
 
 def cgroup_limit(
@@ -35,8 +31,7 @@ def cgroup_limit(
             if place == base.parent:
                 break
             limits.append(_limit(place / name))
-    found = [limit for limit in limits if limit >= 0]
-    return min(found, default=-1)
+    return min((limit for limit in limits if limit >= 0), default=-1)
 
 
 def _limit(path: Path) -> int:

@@ -285,8 +285,7 @@ def validation_problem(message: str, kind: type) -> tuple[str, str]:
     text, _, where = message.partition(" - at `$.")
     key = without_parts(where.rstrip("`"), kind)
     text = text[:1].lower() + text[1:].replace("`", "")
-    missing = re.match(r"object missing required field (\w+)", text)
-    if missing:
+    if missing := re.match(r"object missing required field (\w+)", text):
         return missing[1], "required key is missing"
     field = facts(kind).get(key.split("[")[0])
     return key, _with_allowed(text, field) if field else text

@@ -113,8 +113,7 @@ def _checked(data: Config, label: str, known: Architecture | None) -> None:
             kind = data.get("model_type")
             problem = f"mixture of experts ({data[key]} experts) of {kind!r} is not modelled"
             raise ConfigError(label, key, f"{problem}{OWN_FILE}")
-    quantization = data.get("quantization_config")
-    if quantization:
+    if quantization := data.get("quantization_config"):
         method = quantization.get("quant_method", "quantised")
         if known is None or method not in known.dequantised:
             problem = f"{method} weights are not modelled (remove this key to read the file)"
@@ -219,8 +218,7 @@ class _Reader:
         rule = self.known.sparse
         if rule is None:
             return True
-        kinds = self.data.get("mlp_layer_types")
-        if kinds:
+        if kinds := self.data.get("mlp_layer_types"):
             return bool(kinds[layer] == "sparse")
         every = self.data.get(rule.every, 1)
         after, but = self.data.get(rule.after) or 0, self.data.get(rule.but) or ()

@@ -53,8 +53,7 @@ def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
         "a narrow embedding": model.embedding_width > 0,
         "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
     }
-    found = [name for name, is_so in others.items() if is_so]
-    if found:
+    if found := [name for name, is_so in others.items() if is_so]:
         words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
         yield f"{words}{model.parameters / (lay.tp * count) / 1e6:,.1f} M parameters"
     if model.hidden % count != 0:

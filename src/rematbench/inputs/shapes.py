@@ -10,7 +10,7 @@ from rematbench.workload import Workload
 class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
-    `kv_width`, `v_width`, `out_width` (of attention's output), `heads`, `kv_heads`, `ffn` and
+    `kv_width`, `out_width` (of attention's output), `heads`, `kv_heads`, `ffn` and
     `vocab`: the rank's tensor-parallel share; `hidden`: the rank's hidden columns, split over
     `columns` ranks; `document_len`: tokens per document (seq_len without packing); `documents`:
     documents per sequence."""
@@ -29,7 +29,6 @@ class Shapes(Struct, frozen=True, kw_only=True):
     element_bytes: int
     q_width: int
     kv_width: int
-    v_width: int
     out_width: int
     heads: int
     kv_heads: int
@@ -58,7 +57,6 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
         element_bytes=work.element_bytes,
         q_width=model.num_heads // tp * model.head_dim,
         kv_width=kv_heads * model.head_dim,
-        v_width=kv_heads * model.v_dim,
         out_width=model.num_heads // tp * model.v_dim,
         heads=model.num_heads // tp,
         kv_heads=kv_heads,

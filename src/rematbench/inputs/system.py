@@ -467,7 +467,6 @@ FACTS = tuple(facts(System))
 def with_facts(system: System, **facts: Any) -> System:
     """A copy of the stack in which some facts, named as in files, have other values; TypeError for
     an unknown name."""
-    unknown = facts.keys() - {*FACTS}
-    if unknown:
+    if unknown := facts.keys() - {*FACTS}:
         raise TypeError(f"unknown facts of a stack: {', '.join(sorted(unknown))}")
     return made(System, {**flat(system), **facts})

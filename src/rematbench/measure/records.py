@@ -15,6 +15,7 @@ from msgspec import Struct
 from rematbench.evaluate.result import Status
 from rematbench.host.declared import flat_inside, nested_inside
 from rematbench.host.gpu_state import GpuState
+from rematbench.host.table import grouped
 from rematbench.inputs.job import Job
 from rematbench.worlds.records.record import Provenance, RecordError
 
@@ -144,7 +145,4 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
 
 def by_cell(lines: Iterable[OfCell]) -> dict[str, list[OfCell]]:
     """Group lines by the name of their cell, in their order."""
-    found: dict[str, list[OfCell]] = {}
-    for line in lines:
-        found.setdefault(line.cell, []).append(line)
-    return found
+    return grouped((line.cell, line) for line in lines)

@@ -178,8 +178,7 @@ def figures(folder: Path) -> dict[str, tuple[str, ...]]:
     found = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        declared = _literals(tree, path, ("TABLES",))
-        if declared:
+        if declared := _literals(tree, path, ("TABLES",)):
             found[path.stem] = tuple(declared["TABLES"])
     return found
 

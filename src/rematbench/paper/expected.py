@@ -121,8 +121,7 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
 
     found = []
     for claim in artifact.claims:
-        lacking = [name for name in claim.tables if pair(name).ours is None]
-        if lacking:
+        if lacking := [name for name in claim.tables if pair(name).ours is None]:
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, pair, expected)

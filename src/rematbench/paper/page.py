@@ -212,15 +212,16 @@ def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)
     told = ", ".join(f"{word} in {count}" for word, count in counts.most_common())
-    strange = f"{len(outside)} of the {len(winners)} winners above lie outside of the published "
-    strange += f"range: {told}."
+    strange = (
+        f"{len(outside)} of the {len(winners)} winners above lie outside of the published range: "
+        f"{told}."
+    )
     verdicts = _rows(tables / "oom_verdicts.csv")
     ooms = sum(int(row["cells"]) for row in verdicts if row["published"] == "oom")
     few = (
-        f"{ooms} published cells ran out of memory. The page reports whether a job fits "
-        "together with its "
+        f"{ooms} published cells ran out of memory. The page reports whether a job fits together "
+        "with its margin, but promises no success rate for this."
     )
-    few += "margin, but promises no success rate for this."
     return (
         no_gpu_sentence(results),
         *([strange] if outside else []),

@@ -177,8 +177,7 @@ def _enter(
         raise MethodError(problem)
     entry = MethodEntry(name, cls, origin, text)
     for settings in entry.grid:
-        unknown = sorted(settings.keys() - entry.parameters.keys())
-        if unknown:
+        if unknown := sorted(settings.keys() - entry.parameters.keys()):
             raise MethodError(f"{cls.__name__}: unknown parameter {unknown[0]!r} in `grid`")
         build(entry, settings)
     methods[name] = entry

@@ -72,7 +72,6 @@ CONTRACT_CHECKS: Checks = {
 def first_problem(file: MethodFile, checks: Checks) -> str:
     """The first check that fails, with the reason, in one line; empty if all pass."""
     for check, broken in checks.items():
-        problem = broken(file)
-        if problem:
+        if problem := broken(file):
             return f"failed check: {check} ({problem})"
     return ""

@@ -235,14 +235,11 @@ def own(kind: Kind, op: str, part: str = "") -> Callable[[Action], bool]:
 
 def before(label: str, wanted: Callable[[Action], bool], stream: str, program: Program) -> Change:
     """Drop the stream's last wait in front of an action."""
-    actions = next(b.actions for b in program.ranks[0].blocks if wanted_in(b, label, wanted))
+    blocks = (block.actions for block in program.ranks[0].blocks if block.label == label)
+    actions = next(actions for actions in blocks if any(map(wanted, actions)))
     at = next(i for i, action in enumerate(actions) if wanted(action))
     waits = [a for a in actions[:at] if a.kind is Kind.WAIT and a.stream == stream]
     return without(lambda a: a is waits[-1])
-
-
-def wanted_in(block: Block, label: str, wanted: Callable[[Action], bool]) -> bool:
-    return block.label == label and any(wanted(action) for action in block.actions)
 
 
 REDUCES, UPDATES = own(Kind.REDUCE_SCATTER, "gradients"), own(Kind.OPTIMIZER, "optimizer")

@@ -1,12 +1,13 @@
 """moe.csv: words of rows with experts, and what they mean."""
 
-import re
 from functools import cache
 from math import fsum
+from operator import attrgetter
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import json
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import evaluate, speed
@@ -33,6 +34,7 @@ from tests.predicted import read_of
 from tests.tables import tables
 
 REGISTRY = discover(())
+TABLES = tables(__file__)
 ROWS = read_sheet(data_dir("published") / "moe.csv")
 ZOO = next(row for row in ROWS if row["recompute_modules"] == "layernorm moe")
 READ = {**ZOO, "system": "megatron-core-0.16"}
@@ -40,27 +42,6 @@ READ = {**ZOO, "system": "megatron-core-0.16"}
 
 def case(**changed: str) -> PublishedCase:
     return read_case({**READ, **changed}, REGISTRY)
-
-
-def test_a_row_says_experts_layout_dispatcher_and_modules() -> None:
-    found = case()
-    experts = found.model.experts
-    assert experts is not None
-    assert (experts.count, experts.active, experts.ffn) == (128, 8, 1536)
-    assert (found.layout.ep, found.layout.etp) == (8, 1)
-    assert found.model.qk_norm
-    assert found.model.head_dim == 128
-    assert found.system.experts.dispatcher == "deepep"
-    assert found.settings == {"modules": ("layernorm", "moe")}
-
-
-def test_shared_experts_dense_layers_and_optimizers_are_read() -> None:
-    found = case(shared_experts_ffn="512", dense_layers="3")
-    assert found.model.experts is not None
-    assert found.model.experts.shared_ffn == 512
-    assert found.model.experts.dense_layers == (0, 1, 2)
-    assert case(optimizer="adam, precision-aware (bf16 moments)").system.states.optimizer_bytes == 8
-    assert case(etp="").layout.expert_tp == found.layout.tp
 
 
 def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
@@ -76,6 +57,16 @@ def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
         read_case(sharded, REGISTRY).problem()
 
 
+@pytest.mark.parametrize("row", TABLES["facts"])
+def test_a_row_says_its_facts(row: dict[str, Any]) -> None:
+    """Its cells give facts by path, and words of what is assumed, or leave them out."""
+    found = case(**row["cells"])
+    facts = {path: attrgetter(path)(found) for path in row.get("facts", {})}
+    assert json.decode(json.encode(facts)) == row.get("facts", {})
+    assert all(word in found.assumed for word in row.get("assumed", []))
+    assert not [word for word in row.get("not_assumed", []) if word in found.assumed]
+
+
 def test_a_capacity_factor_pads_the_experts_of_every_rank() -> None:
     router, alltoall = "natural, capacity factor 1.25, padded to capacity", "alltoall"
     with pytest.raises(RowError, match="deepep backend does not support"):
@@ -86,12 +77,7 @@ def test_a_capacity_factor_pads_the_experts_of_every_rank() -> None:
     assert rows[0] == 1.25 * rows[1]
 
 
-def test_balance_is_an_assumption_unless_it_was_forced() -> None:
-    assert "experts balanced" not in case(router="forced balance, dropless").assumed
-    assert case(router="natural, dropless").assumed.endswith("experts balanced")
-
-
-@pytest.mark.parametrize(("changed", "words"), tables(__file__)["refused"])
+@pytest.mark.parametrize(("changed", "words"), TABLES["refused"])
 def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
@@ -105,28 +91,7 @@ def test_a_column_of_a_choice_in_words_is_read() -> None:
         given_facts({"cuda_graphs": "atn"}, StackChoice)
 
 
-def test_a_dense_model_of_a_family_with_experts_has_none() -> None:
-    """The shipped model that lends it norms and positions is the dense one."""
-    named = {"model": "qwen3-14b", "layers": "40", "heads": "40", "kv_heads": "8", "hidden": "5120"}
-    experts = dict.fromkeys(("experts", "topk", "moe_ffn", "ep", "etp", "recompute_modules"), "")
-    layout = {"tp": "1", "sp": "no", "cp": "1", "pp": "1", "vpp": "1", "dp": "256"}
-    found = case(**named, **experts, **layout, recompute="none")
-    assert found.model.experts is None
-    assert "qwen3-8b" in found.assumed
-
-
-def test_an_overlap_is_a_fact_of_the_stack_and_delays_weights_only_where_a_row_says_so() -> None:
-    found = case(ep_overlap="yes", recompute_modules="layernorm")
-    assert (found.system.experts.ep_overlap, found.system.experts.delayed_wgrad) == (
-        "interleaved",
-        False,
-    )
-    delayed = case(ep_overlap="yes", recompute_modules="layernorm", note="wgrad delayed")
-    assert delayed.system.experts.delayed_wgrad
-    assert not case(note="wgrad delayed").system.experts.delayed_wgrad
-
-
-SPELLINGS: dict[str, dict[str, list[str]]] = tables(__file__)["spellings"]
+SPELLINGS: dict[str, dict[str, list[str]]] = TABLES["spellings"]
 """Words of a column, and other spellings of each."""
 
 
@@ -139,21 +104,6 @@ def test_spellings_of_a_word_mean_the_same(column: str) -> None:
             assert case(**{**base, column: spelling}).key == wanted.key, spelling
 
 
-@pytest.mark.parametrize("word", ["selective (core_attn)", "full/uniform/1", "Full, every layer"])
-def test_policies_are_read_in_other_spellings(word: str) -> None:
-    kind = re.split(r"\W", word.lower())[0]
-    assert case(recompute=word, recompute_modules="").method == f"{kind}_recompute"
-
-
-def test_versions_of_a_stack_say_what_they_are_taken_for() -> None:
-    found = case(system="megatron-bridge-27.02")
-    assert found.system.name == "megatron-bridge"
-    assert "megatron-bridge-27.02 taken for megatron-bridge" in found.assumed
-    assert "taken for" not in case(system="megatron-bridge-26.02").assumed
-    assert case(system="torchtitan-2026-03").system.name == "torchtitan-2026"
-    assert case(system="megatron-core-0.15").system.name == "megatron-core-0.16"
-
-
 def test_a_sheet_may_lack_what_it_does_not_need() -> None:
     """Without recomputation everything is kept, as where its cell is empty."""
     lacks = ("note", "recompute", "recompute_modules", "offload_fraction", "vpp", "sp")
@@ -164,27 +114,6 @@ def test_a_sheet_may_lack_what_it_does_not_need() -> None:
 def test_windows_are_those_of_the_words() -> None:
     found = case(attention_kind="gqa: head_dim 128, every second layer sliding window 128")
     assert found.model.attention_window == (128, 0) * (found.model.num_layers // 2)
-
-
-def test_an_unknown_word_of_a_shipped_models_mlp_is_the_models() -> None:
-    row = {"model": "gpt-oss-120b", "mlp": "quick geglu with a clamp", "recompute_modules": "none"}
-    layers = {"layers": "36", "hidden": "2880", "heads": "64", "kv_heads": "8", "ffn": "2880"}
-    found = case(**row, **layers, vocab="201088", attention_kind="gqa: sinks, windows of 128")
-    assert (found.model.mlp, found.model.attention_sinks) == ("swiglu", True)
-    with pytest.raises(RowError, match="column mlp: 'quick geglu with a clamp' is not modelled"):
-        case(mlp="quick geglu with a clamp")
-
-
-def test_stages_of_a_row_are_those_of_the_layout() -> None:
-    """As text; by their ends, which the even partition makes smaller where it can; or by layers."""
-    layout = {"layers": "30", "tp": "1", "sp": "no", "cp": "1", "pp": "8", "vpp": "4", "dp": "32"}
-    ends = "first and last stage one layer fewer"
-    assert case(**layout, pp_layout="E|(t|)*30L").layout.stages == "E|(t|)*30L"
-    found = case(**layout, pp_layout=ends).layout.stages
-    assert found == case(**layout, partition=f"0,{'1,' * 30}0").layout.stages == "E|(t|)*30L"
-    assert case(**{**layout, "layers": "62"}, pp_layout=ends).layout.stages == ""
-    with pytest.raises(RowError, match="column partition: '1,2' is not 30 layers in 32 chunks"):
-        case(**layout, partition="1,2")
 
 
 # -- peaks of models with experts in Megatron-LM's functional tests --------------------------------

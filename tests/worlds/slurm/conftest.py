@@ -95,8 +95,7 @@ def kill_session(process: "subprocess.Popen[str]") -> None:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A checkout and its Slurm."""
-    reason = missing()
-    if reason:
+    if reason := missing():
         pytest.skip(reason)
     slurm = LocalSlurm(tmp_path_factory.mktemp("slurm"))
     try:

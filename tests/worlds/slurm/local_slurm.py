@@ -196,8 +196,7 @@ class LocalSlurm:
         (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")
         enter = " ".join(self.enter)
         for tool in TOOLS:
-            real = shutil.which(tool)
-            if real:
+            if real := shutil.which(tool):
                 wrapper = self.folder / "bin" / tool
                 conf = self.folder / "slurm.conf"
                 wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {enter} {real} "$@"\n')

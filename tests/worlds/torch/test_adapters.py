@@ -31,7 +31,7 @@ LOSSLESS = (
     *("full", "offload", "rows", "skeletal", "mini", "mini-dropped"),
     *("balanced_checkpointing", "mst+full_recompute", "mst"),
 )
-QUICK = {"all": LOSSLESS, "dropped": LOSSLESS, "nf4": ("skeletal", "mini-dropped", "mst")}
+QUICK = {"all": ("rows",), "dropped": LOSSLESS, "nf4": ("skeletal", "mini-dropped", "mst")}
 FULL = pytest.mark.full
 
 

@@ -53,13 +53,6 @@ def executed(dropped_in: Path) -> tuple[Record, str]:
     return read_record(out), done.stdout
 
 
-def test_a_baseline_is_no_method_and_its_command_is_named() -> None:
-    code, _, said = typed("execute", "megatron_core", *TINY, "--gpus", "1")
-    (line,) = said.splitlines()
-    assert code == 2
-    assert "`rematbench baseline run megatron_core` executes it" in line
-
-
 def test_a_method_file_dropped_in_is_executed(executed: tuple[Record, str]) -> None:
     record, text = executed
     found = record.measured

@@ -87,15 +87,6 @@ def same(whole: Iterable[list[torch.Tensor]], given: Iterable[list[torch.Tensor]
     return [all(map(torch.equal, a, b)) for a, b in zip(whole, given, strict=True)]
 
 
-def check_ranks(pairs: list[tuple[Case, Case]]) -> None:
-    """Each pair has the same bits on several ranks, and the second the ledger's bytes."""
-    results = execute_cases([case for pair in pairs for case in pair], timeout_s=240.0)
-    for (_, case), whole, moved in zip(pairs, results[::2], results[1::2], strict=True):
-        assert (whole.status, moved.status) == ("ok", "ok"), (whole.reason, moved.reason)
-        assert laws.same_bits(whole, moved)
-        assert laws.bytes_differ(case, moved) == []
-
-
 @pytest.mark.parametrize(
     ("place", "plan", "precision", "delay_s"),
     [
@@ -164,7 +155,11 @@ def test_sharded(place: str) -> None:
     layouts = ("dp2", "pp2") if place == "hosted" else ("dp2", "pp2", "tp2", "dp2-zero3")
     layouts = layouts[1:] if "early" in place else layouts
     pairs = [pair(place, layout, "keep") for layout in layouts]
-    check_ranks(pairs)
+    results = execute_cases([case for each in pairs for case in each], timeout_s=240.0)
+    for (_, case), whole, moved in zip(pairs, results[::2], results[1::2], strict=True):
+        assert (whole.status, moved.status) == ("ok", "ok"), (whole.reason, moved.reason)
+        assert laws.same_bits(whole, moved)
+        assert laws.bytes_differ(case, moved) == []
 
 
 @pytest.mark.full

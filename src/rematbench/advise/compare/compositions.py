@@ -97,8 +97,7 @@ def compositions(
     plans on `base`."""
     parts = []
     for candidate, plan in alone:
-        kinds = changed_kinds(base, plan)
-        if kinds:
+        if kinds := changed_kinds(base, plan):
             parts.append((place(kinds), plan.fit.get("bound") == TUNED, candidate))
     parts.sort(key=lambda part: part[0])
     return [

@@ -49,7 +49,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     refusals = (
         passes_refusal(plan, lay, problem.system, problem.workload.model),
         slices_refusal(plan, problem.system, lay, problem.workload, problem.attention),
-        vocabulary_refusal(plan, lay, problem.system, problem.workload),
+        vocabulary_refusal(plan, lay, problem.workload),
         graph_conflict(plan, problem),
         completed_after_backward(problem) if early else "",
         shares_refusal(plan, lay),
@@ -147,8 +147,7 @@ def _check_host_states(plan: Plan) -> None:
 
 
 def _check_pieces(plan: Plan, problem: Problem) -> None:
-    cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
-    if cut:
+    if cut := [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]:
         raise PlanError(f"only optimizer states can be in pieces, not the {cut[0]} states")
     optimizer = plan.state("optimizer")
     pieces = optimizer.pieces

@@ -197,8 +197,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     else:
         if kin := _kin(name):
             shape = {"vocab": load_model(kin).vocab} | shape
-        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
-        if missing:
+        if missing := [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]:
             reason = f"unknown model {name!r}; to build it, the row lacks {', '.join(missing)}"
             raise RowError("failed", f"{reason} (column model also takes a model file)")
         relative = _relative(name, mlp)
@@ -463,8 +462,7 @@ def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
         return recompute_method(modules if len(plain) > 1 else word, registry)
     if modules and (found := policy(modules)):
         return found
-    unknown = [module for module in plain if module not in MODULES]
-    if unknown:
+    if unknown := [module for module in plain if module not in MODULES]:
         near = closest(unknown[0], MODULES)
         raise RowError(
             "unsupported", f"column recompute_modules: {unknown[0]!r} is not modelled{near}"

@@ -244,8 +244,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
     except (UnicodeDecodeError, csv.Error) as error:
         reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
-    missing = [column for column in needed if column not in columns]
-    if missing:
+    if missing := [column for column in needed if column not in columns]:
         raise ConfigError(label, "", _why_missing(missing, columns))
     require_unique(columns, label, "columns")
     for number, line in lines:
@@ -260,12 +259,10 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
 def _why_missing(missing: list[str], columns: list[str]) -> str:
     """Why columns are missing: another separator, names in another form, or neither."""
     first = columns[0] if len(columns) == 1 else ""
-    separator = next((mark for mark in (";", "\t", "|") if mark in first), "")
-    if separator:
+    if separator := next((mark for mark in (";", "\t", "|") if mark in first), ""):
         return f"its cells are separated by {separator!r}; a sheet has commas between cells"
     forms = {column.strip().lower(): column for column in columns}
-    other = [name for name in missing if name in forms]
-    if other:
+    if other := [name for name in missing if name in forms]:
         return f"column {forms[other[0]]!r} must be written {other[0]!r}"
     return f"the sheet lacks the columns {', '.join(missing)}"
 

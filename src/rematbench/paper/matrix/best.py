@@ -221,8 +221,7 @@ def _answer(cell: SearchJob, search: Search) -> CommittedPlan:
     if search.queue:
         return structs.replace(work, gap=None, reason="no plan found in a fixed amount of work")
     short = {"device": excluded.device_short_bytes, "host": excluded.host_short_bytes}
-    place = next((place for place, nbytes in short.items() if nbytes < inf), "")
-    if place:
+    if place := next((place for place, nbytes in short.items() if nbytes < inf), ""):
         return structs.replace(work, short={place: short[place]})
     if excluded.refusal or search.short_bytes == inf:
         return structs.replace(work, reason=excluded.refusal or "no layout has a plan")

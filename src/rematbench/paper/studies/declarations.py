@@ -117,8 +117,7 @@ def load_claims() -> Claims:
     found = convert(read_mapping(path, LABEL), Claims, LABEL)
     seen: set[str] = set()
     for claim in found.claims:
-        problem = _problem(claim, found, seen)
-        if problem:
+        if problem := _problem(claim, found, seen):
             raise ConfigError(LABEL, claim.id, problem)
         seen.add(claim.id)
     return found

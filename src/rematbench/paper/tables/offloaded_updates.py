@@ -6,8 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rematbench.evidence.accuracy import ratio_error
 from rematbench.evidence.hosted import INTERLEAVED, is_update_fitted
 from rematbench.evidence.published.sheets import read_predicted
+from rematbench.host.table import grouped
 from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
@@ -22,11 +24,11 @@ def build(predictions: Path) -> Table:
 def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line for each phase, node, number of nodes, order of pieces, kind of gradient copies and
     split."""
-    groups: dict[tuple[str, ...], list[float]] = {}
-    for phase in PHASES:
-        for row in rows:
-            error = float(row[f"pred_{phase}_s"]) / float(row[f"{phase}_s"]) - 1.0
-            groups.setdefault((phase, *_what_ran(row, phase)), []).append(error)
+    groups = grouped(
+        ((phase, *_what_ran(row, phase)), ratio_error(row, f"{phase}_s") or 0.0)
+        for phase in PHASES
+        for row in rows
+    )
     names = ("phase", "node", "nodes", "pieces", "interleave", "copies", "split")
     lines = [
         dict(zip(names, key, strict=True))

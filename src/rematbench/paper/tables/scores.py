@@ -30,7 +30,6 @@ from rematbench.evidence.bands import (
     coverage,
     kind_coverage,
     pooled,
-    pooled_rows,
     ratio_band,
     ratio_errors,
     shipped_coverage,
@@ -199,7 +198,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     margins = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
     if cells:
         errors = speed_errors(cells)
-        found += [pooled(found, errors), pooled_rows(found, errors)]
+        found += [pooled(found, errors), pooled(found, errors, by_row=True)]
         own = kind_coverage(expert_errors())
         whole = replace(pooled(own, expert_errors()), source="experts: all, each source weighs 1")
         found += [*(replace(one, source=f"experts: {one.source}") for one in own), whole]

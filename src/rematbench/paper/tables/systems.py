@@ -99,8 +99,7 @@ def _verdicts(beginnings: Sequence[str], claims: Sequence[Row]) -> Iterable[str]
         for row in claims
         if row["asked"] == "primary" and row["id"].startswith(tuple(beginnings))
     ]
-    compared = [row for row in asked if not row["verdict"].startswith("not comparable")]
-    if compared:
+    if compared := [row for row in asked if not row["verdict"].startswith("not comparable")]:
         met = sum(row["verdict"] in MET for row in compared)
         yield f"claims: {met} of {len(compared)} numbers met"
     elif asked:

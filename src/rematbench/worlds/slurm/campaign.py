@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.host.console import CommandError
+from rematbench.host.table import grouped
 from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.paths import data_dir
 from rematbench.plan import PlanError, Unsupported
@@ -96,9 +97,8 @@ class Campaign:
     def cells(self) -> tuple[CampaignCell, ...]:
         """Every cell, ordered by method and then by problem."""
         names = self.suite.methods or tuple(self.registry.methods)
-        variants: dict[str, list[Variant]] = {}
-        for variant in (*(Variant(method=name) for name in names), *self.suite.variants):
-            variants.setdefault(variant.method, []).append(variant)
+        every = (*(Variant(method=name) for name in names), *self.suite.variants)
+        variants = grouped((variant.method, variant) for variant in every)
         for method in variants:
             resolve(self.registry, method, {})  # it raises MethodError for an unknown name
         return tuple(

@@ -15,6 +15,7 @@ from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.program.storage import OF_VOCABULARY, STEP, ModelPart, Storage, stage_of
+from rematbench.host.table import grouped
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import Channel, Group, Groups
 from rematbench.worlds.torch.heads import heads_to_rows, put, rows_to_heads
@@ -370,11 +371,8 @@ def used_channels(program: Program, layout: Layout) -> set[Channel]:
 def reordered_channel(program: Program, layout: Layout) -> str:
     """The first channel whose messages are received in a different order than they are sent, in
     words; empty if there is none. A transport without tags (NCCL) would mix up such messages."""
-    sent: dict[Channel, list[int]] = {}
-    received: dict[Channel, list[int]] = {}
-    for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
-        for channel, tag in _messages(program, layout, kind):
-            found.setdefault(channel, []).append(tag)
+    kinds = (Kind.SEND, Kind.RECV)
+    sent, received = (grouped(_messages(program, layout, kind)) for kind in kinds)
     for channel in {**sent, **received}:
         if sent.get(channel) != received.get(channel):
             return f"stage {channel.sender} to {channel.receiver} ({channel.direction})"

@@ -20,6 +20,7 @@ from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.slices import KEYS, slice_of
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
+from rematbench.host.table import grouped
 from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.worlds.torch import quantised
 from rematbench.worlds.torch.heads import SPLIT, Heads
@@ -104,10 +105,8 @@ def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
     """(an attention's action without the tensors of other slices and the gradients of keys and
     values, the keys and values of earlier slices by name)."""
     number = slice_of(action)
-    context: dict[str, list[Storage]] = {}
-    for each in action.reads:
-        if each.piece != number and not each.is_gradient:
-            context.setdefault(each.tensor, []).append(each)
+    earlier = (each for each in action.reads if each.piece != number and not each.is_gradient)
+    context = grouped((each.tensor, each) for each in earlier)
     if not context:
         return action, {}
 

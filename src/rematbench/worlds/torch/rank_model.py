@@ -51,8 +51,7 @@ class NotExecutable(ValueError):
 
 def require_executable(problem: Problem, plan: Plan) -> None:
     """Raise NotExecutable, with every reason, if the runtime does not execute the plan."""
-    found = refusals(problem, plan)
-    if found:
+    if found := refusals(problem, plan):
         raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
 
 

@@ -178,8 +178,7 @@ class HostPool:
     def take(self, key: Key, nbytes: int) -> Block:
         """Lend the smallest spare block that is large enough, or a new block. A copy into the block
         must wait for `free_at`."""
-        fitting = [block for block in self.spare if block.data.numel() >= nbytes]
-        if fitting:
+        if fitting := [block for block in self.spare if block.data.numel() >= nbytes]:
             found = min(fitting, key=lambda block: block.data.numel())
             self.spare = [other for other in self.spare if other is not found]
             found = found._replace(nbytes=nbytes, fresh=False)

@@ -149,8 +149,7 @@ def run_case(
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     """Check the order of messages, collect the storages of earlier cases (their objects form
     cycles), empty the caches, reset the peaks, and set torch's options for this case."""
-    wrong = reordered_channel(program, case.problem.layout)
-    if wrong:
+    if wrong := reordered_channel(program, case.problem.layout):
         raise NotExecutable(
             f"NCCL has no message tags, and messages from {wrong} are not received in the order "
             "in which they were sent"

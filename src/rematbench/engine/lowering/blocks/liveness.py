@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.storage import Event, Storage
+from rematbench.host.table import grouped
 
 FREE = Kind.FREE  # A module variable, because a lookup in an Enum is slow.
 
@@ -18,10 +19,7 @@ def frees_by_action(
     stream reads is freed after the compute stream has waited for that stream. A temporary of an
     operator that is recomputed twice lives twice under one name.
     """
-    found: dict[int, list[Storage]] = {}
-    for at, storage in _ends(actions, survivors, arrivals):
-        found.setdefault(at, []).append(storage)
-    return found
+    return grouped(_ends(actions, survivors, arrivals))
 
 
 def free_action(storages: list[Storage]) -> Action:

@@ -66,8 +66,7 @@ class RepeatedPiece(NamedTuple):
         deaths = self.deaths(actions, frees)
         later = {shift.storage(dead) for shift in self.periods.shifts for dead in deaths}
         for at, freed in [*frees.items()] if later else ():
-            left = [storage for storage in freed if storage not in later]
-            if left:
+            if left := [storage for storage in freed if storage not in later]:
                 frees[at] = left
             else:
                 del frees[at]

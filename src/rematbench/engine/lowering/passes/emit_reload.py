@@ -41,8 +41,7 @@ class Reloader:
         table: dict[ModelPart, list[tuple[Storage, int]]] = {}
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):
-                leaving = [(p.storage, p.nbytes) for p in self.stored[site] if p.offload]
-                if leaving:
+                if leaving := [(p.storage, p.nbytes) for p in self.stored[site] if p.offload]:
                     table.setdefault(unit.prefix, []).extend(leaving)
         return table
 

@@ -155,8 +155,7 @@ class MatrixGatherer(ParameterGatherer):
     def after(self, w: BlockWriter, unit: Unit) -> None:
         stay = self.kept if self.forward else {}
         read = {one.buffer for one in self.order if one.part == unit.prefix}
-        gone = [buffer for buffer in self.whole if buffer in read and buffer not in stay]
-        if gone:
+        if gone := [buffer for buffer in self.whole if buffer in read and buffer not in stay]:
             self.released = w.mark(COMPUTE)
             for buffer in gone:
                 del self.whole[buffer], self.pending[buffer]

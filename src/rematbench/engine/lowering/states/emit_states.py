@@ -383,8 +383,7 @@ class GradReducer:
         storages = (*storages, *(alloc.storage for alloc in allocs))
         if self.leaves:
             part = self.bucket[-1].prefix
-            nbytes = self.system.host.host_grad_bytes * sum(map(self._leaving, self.bucket))
-            if nbytes:
+            if nbytes := self.system.host.host_grad_bytes * sum(map(self._leaving, self.bucket)):
                 event = self.down = w.state_copy(
                     Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=storages
                 )

@@ -85,8 +85,7 @@ class ReadyWriter:
         self.visiting: list[ModelPart] = []  # visits whose states are on their way back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
-        due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]
-        if due:
+        if due := [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]:
             self._land(len(self.landing))
         for one, events in due:
             match one.piece.place:
