@@ -213,7 +213,7 @@ def test_what_a_generation_cannot_do_is_refused_by_name() -> None:
         ("ampere", "fa3", "attention 'fa3' on ampere: FlashAttention-3 is written for"),
         ("blackwell", "fa3", r"attention 'fa3' on blackwell: .*Hopper alone"),
         ("hopper", "fa9", r"no attention 'fa9' on hopper .known: unfused, fa2, fa1,"),
-        ("volta", "fa2", r"no kernel rates for GPU generation 'volta' .known: ampere"),
+        ("volta", "fa2", r"no kernel rates for GPU generation 'volta' .known: ada, ampere"),
     ):
         with pytest.raises(RateError, match=said):
             SHIPPED.attention(generation, name)

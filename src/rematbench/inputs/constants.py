@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rematbench.inputs.kernel_rates import KernelRates, load_kernel_rates
 from rematbench.inputs.paths import data_dir
@@ -20,6 +21,8 @@ from rematbench.inputs.paths import data_dir
 FITTED = "fitted"
 FITTED_BUDGET = {"gpus": 4, "networks": 3, "systems": 2}
 DEFAULT = "default"
+LATER = ("ada",)
+"""GPU generations that were added after the first records were written."""
 
 
 class Number(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +202,15 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def has_rates(self, generation: str) -> bool:
         """Whether there are kernel rates for a GPU generation."""
         return generation in self.gpus and generation in self.kernels.generations
+
+    def hashed_for(self, generation: str) -> "Calibration":
+        """The part that a run's hash covers: generations of LATER only for their own runs, so that
+        the hashes of other runs stay."""
+        gpus, rates = dict(self.gpus), dict(self.kernels.generations)
+        for name in set(LATER) - {generation}:
+            gpus.pop(name, None)
+            rates.pop(name, None)
+        return replace(self, gpus=gpus, kernels=replace(self.kernels, generations=rates))
 
     def gpu_bytes(self, generation: str) -> GpuConstants:
         """The constants from which device bytes of a GPU generation follow. For a generation

@@ -166,7 +166,7 @@ def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
     path = tmp_path / "kernels.csv"
     new = "a document,attention_forward,fa9,H100,bf16,b=1;h=8;s=512;d=128;causal=1,9,TFLOP/s,,\n"
     path.write_text(PUBLISHED.read_text(encoding="utf-8") + new, encoding="utf-8")
-    with pytest.raises(KernelError, match="lines 1969 are neither used nor excluded"):
+    with pytest.raises(KernelError, match="lines 2006 are neither used nor excluded"):
         refit(FOLDER, path)
 
 
@@ -227,9 +227,13 @@ def row(**fields: object) -> KernelRow:
 
 
 def test_every_row_is_read() -> None:
-    assert len(ROWS) == 1967
-    assert len({r.source for r in ROWS}) == 71
+    assert len(ROWS) == 2004
+    assert len({r.source for r in ROWS}) == 78
     assert all(measured(r).value > 0 for r in ROWS)
+
+
+# An RTX 4090 runs above its sheet's clock: xytpai/nvbench measures 85.70 TFLOP/s in fp32 of 82.58.
+HELD_CLOCK = {"RTX-4090": 85.70 / 82.58}
 
 
 def test_no_share_of_a_peak_is_above_one() -> None:
@@ -237,7 +241,8 @@ def test_no_share_of_a_peak_is_above_one() -> None:
     over = [
         r.line
         for r in rates
-        if (gpu := DECLARED.gpus.get(r.gpu)) and measured(r).value > gpu.peak_flop_per_s
+        if (gpu := DECLARED.gpus.get(r.gpu))
+        and measured(r).value > gpu.peak_flop_per_s * HELD_CLOCK.get(r.gpu, 1.0)
     ]
     assert len(rates) > 800
     assert over == []

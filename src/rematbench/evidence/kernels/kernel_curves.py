@@ -210,14 +210,19 @@ def fit_attention(
     waves: dict[str, Share],
     sm_count: int,
     like: AttentionRates | None = None,
+    lengths: AttentionRates | None = None,
 ) -> AttentionRates:
     """The fitted rates of a backend: efficiency and half_rows of both directions, then a factor for
     every other head dimension.  `like`: only one direction is fitted; the ratio of backward to
-    forward is taken from this backend."""
+    forward is taken from this backend.  `lengths`: half_rows are taken from this backend."""
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     sides = 2 if like is None else 1
+    numbers = ("efficiency", "half_rows") if lengths is None else ("efficiency",)
+    start, *bounds = (side[: len(numbers)] * sides for side in (START, LOWEST, HIGHEST))
 
     def passes(x: Array | list[float]) -> tuple[AttentionPass, AttentionPass]:
+        if lengths is not None:
+            x = [x[0], lengths.forward.half_rows, x[-1], lengths.backward.half_rows]
         ahead = (float(x[0]), float(x[1]))
         back = (float(x[-2]), float(x[-1]))
         if like is not None:
@@ -237,27 +242,17 @@ def fit_attention(
             ),
         )
 
-    best = solve(misses, START * sides, (LOWEST * sides, HIGHEST * sides))
-    fitted: tuple[str, ...] = ("forward.efficiency", "forward.half_rows")
-    why = "half_waves: the generation's"
-    if like is None:
-        fitted += ("backward.efficiency", "backward.half_rows")
-    else:
+    best = solve(misses, start, (bounds[0], bounds[1]))
+    fitted = tuple(f"{side}.{n}" for side in ("forward", "backward")[:sides] for n in numbers)
+    why = "half_waves: the generation's" + "; half_rows: of the same one" * (lengths is not None)
+    if like is not None:
         why += "; backward over forward: as the backend that sources.yaml names by `like`"
     forward, backward = (
-        AttentionPass(
-            efficiency=rounded(one.efficiency),
-            half_rows=rounded(one.half_rows),
-            half_waves=one.half_waves,
-        )
-        for one in passes(best)
+        _pass((rounded(one.efficiency), rounded(one.half_rows)), waves[side])
+        for side, one in zip(("forward", "backward"), passes(best), strict=True)
     )
-    bare = AttentionRates(
-        forward=forward,
-        backward=backward,
-        head_dims={},
-        evidence=Evidence(fitted=fitted, source=why),
-    )
+    proof = Evidence(fitted=fitted, source=why)
+    bare = AttentionRates(forward=forward, backward=backward, head_dims={}, evidence=proof)
     return _with_head_dims(sources, rows, bare, sm_count)
 
 

@@ -98,15 +98,23 @@ def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows
 # -- files ------------------------------------------------------------------------------------
 
 
-def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
-    """The content of the file of one GPU generation."""
+def fit_generation(
+    sources: Sources, name: str, rows: Rows, like: GenerationRates | None
+) -> GenerationRates:
+    """The content of the file of one GPU generation; `like`: the generation that `like` names."""
     facts = sources.generations[name]
-    waves = fit_half_waves(sources, picked(sources, name, facts.waves, rows), facts.sm_count)
+    if like:
+        why = Evidence(source=f"as {facts.like}'s. Ours")
+        waves = {key: Share(value=one.value, evidence=why) for key, one in like.half_waves.items()}
+    else:
+        own = picked(sources, name, facts.waves or Match(), rows)
+        waves = fit_half_waves(sources, own, facts.sm_count)
     attention: dict[str, AttentionRates] = {}
     for backend, part in facts.attention.items():
         own = picked(sources, name, part.match, rows)
-        like = attention[part.like] if part.like else None
-        attention[backend] = fit_attention(sources, own, waves, facts.sm_count, like)
+        ratio = attention[part.like] if part.like else None
+        lengths = like.attention[backend] if like else None
+        attention[backend] = fit_attention(sources, own, waves, facts.sm_count, ratio, lengths)
 
     def shares(declared: dict[str, ShareRows]) -> dict[str, Share]:
         return {key: fit_share(sources, name, part, rows) for key, part in declared.items()}
@@ -135,7 +143,9 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
         lines = ", ".join(str(row.line) for row in lost)
         raise KernelError(f"kernels.csv: lines {lines} are neither used nor excluded")
     rows = sources.used(every)
-    found = {name: fit_generation(sources, name, rows) for name in sources.generations}
+    found: dict[str, GenerationRates] = {}
+    for name, part in sources.generations.items():
+        found[name] = fit_generation(sources, name, rows, found.get(part.like))
     hbm = {name: part.hbm.value for name, part in found.items()}
     gemms = {name: part.gemm for name, part in found.items()}
     return {**found, OPERATORS: fit_operators(sources, rows, hbm, gemms)}

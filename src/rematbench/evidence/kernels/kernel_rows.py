@@ -269,12 +269,13 @@ class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rows behind the file of one GPU generation; `waves`: attention rows whose number of heads
-    varies; `refused` and `unrated`: attention backends that the generation cannot run, and those
-    without rates, with the reason."""
+    varies; `like`: an earlier generation whose half_rows and half_waves hold, in place of `waves`;
+    `refused`, `unrated`: attention backends that it cannot run or that lack rates, and why."""
 
     sm_count: int
     source: str
-    waves: Match
+    waves: Match | None = None
+    like: str = ""
     attention: dict[str, AttentionRows]
     refused: dict[str, str]
     unrated: dict[str, str] = {}

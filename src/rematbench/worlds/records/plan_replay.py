@@ -80,8 +80,10 @@ def recorded_problem(record: Record, cluster: str = "", system: str = "") -> Pro
         files = "pass its file with --cluster or --system"
         raise RecordError(f"run {record.run_id}: {error}; {files}") from error
     problem = spec_problem(spec, here, stack)
-    for what in ("cluster", "system", "calibration"):
-        if not same_content(getattr(problem, what), getattr(spec, f"{what}_hash")):
+    rates = problem.calibration.hashed_for(here.generation)
+    now = {"cluster": problem.cluster, "system": problem.system, "calibration": rates}
+    for what, value in now.items():
+        if not same_content(value, getattr(spec, f"{what}_hash")):
             text = f"its {what} has changed since the run; simulate it again"
             raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
     return problem

@@ -262,7 +262,7 @@ def run_spec(
         cluster_hash=content_hash(problem.cluster),
         system=problem.system.name,
         system_hash=content_hash(problem.system),
-        calibration_hash=content_hash(problem.calibration),
+        calibration_hash=content_hash(problem.calibration.hashed_for(problem.cluster.generation)),
         layout=problem.layout,
         stack=replace(problem.chosen, hbm_bytes=None),  # the cluster's hash covers it
         start=Start(
