@@ -272,7 +272,7 @@ def test_what_is_not_modelled_is_refused() -> None:
     with pytest.raises(LayoutError, match="more than one"):
         problem(model=replace(LLAMA, mtp_layers=2))
     given = made(**ALONE)
-    with pytest.raises(PlanError, match="to another chunk than the layout"):
+    with pytest.raises(PlanError, match="in the chunk that the layout says"):
         lower(replace(given.base_plan, partition=(((0, 1),), ((2, 3),), ((),), ((4,),))), given)
 
 

@@ -16,16 +16,17 @@ bands learnt from all other sources.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 from statistics import fmean, median
 
 from msgspec import Struct
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import at_host_rate, host_rates, lacks_host_rate, not_timed
-from rematbench.evaluate.evaluator import evaluate, same_plan
+from rematbench.evaluate.evaluator import Lowered, Reserved, same_plan, timed, without_cluster
 from rematbench.evaluate.result import Band, Fit, Result, at_middle_rate
 from rematbench.evidence.job_evidence import (
     JobProperties,
@@ -42,6 +43,7 @@ from rematbench.evidence.peaks import fit_of
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.evidence.quantiles import Errors, quantile, source_quantile
 from rematbench.host.table import grouped
+from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import NOT_TIMED, Problem
 
@@ -303,15 +305,28 @@ def with_host_rates(result: Result, family: str = "") -> Result:
         return found
     if not lacks_host_rate(problem, plan):
         return found
-    slow, fast = min(host_rates().values()), max(host_rates().values())
-    steps = [evaluate(at_host_rate(problem, rate), plan).step_s for rate in (slow, fast)]
-    apart = max(abs(math.log(step_s / middle.step_s)) for step_s in steps)
+    apart = max(abs(math.log(s / middle.step_s)) for s in _steps_at_rates(problem, plan))
     why = f"{not_timed(problem, plan).removeprefix(NOT_TIMED)}, all of them inside the band"
     outside = {**found.error_band.outside, "host rate": why}
     band = replace(
         found.error_band, half_width=found.error_band.half_width + apart, outside=outside
     )
     return replace(found, error_band=band)
+
+
+_AT_RATES: dict[tuple[Hashable, bytes, bytes], tuple[float, float]] = {}
+
+
+def _steps_at_rates(problem: Problem, plan: Plan) -> tuple[float, float]:
+    """The seconds of a step at the slowest and at the fastest measured host rate.  They are cached,
+    because a comparison ranks all of its results again whenever a late result arrives."""
+    key = without_cluster(problem), encode(problem.cluster), same_plan(plan)
+    if key not in _AT_RATES:
+        lowered, rates = Lowered(problem, plan), sorted(host_rates().values())
+        there = [at_host_rate(problem, rate) for rate in (rates[0], rates[-1])]
+        slow, fast = (timed(each, lowered, Reserved(0)).step_s for each in there)
+        _AT_RATES[key] = slow, fast
+    return _AT_RATES[key]
 
 
 def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:
