@@ -26,7 +26,7 @@ else:
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed import fake_engine
 
-if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU this import would test every compiler
+if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU this import would test every operator builder
     from deepspeed.ops import __compatible_ops__
 
     # DeepSpeed's shared-memory operator serves inference only, and would be compiled here.

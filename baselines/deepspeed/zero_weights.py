@@ -22,8 +22,9 @@ from baselines.deepspeed.zero_sizes import Sizes, Weight, matrices
 
 
 class Whole:
-    """Elements of whole or buffered weights while the modules of a micro-batch run in order. `uses`
-    has the weight of each module, or None for a module without one."""
+    """Counts the elements of gathered weights and of gather buffers while the modules of a
+    micro-batch run in order. `uses` has the weight of each module, or None for a module without a
+    weight."""
 
     def __init__(self, uses: Sequence[Weight | None], sizes: Sizes) -> None:
         self.sizes = sizes

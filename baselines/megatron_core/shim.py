@@ -175,7 +175,9 @@ def _te() -> None:
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    if getattr(extension, "cpu_offload", None) is None:  # offloading sets its flag
+    if (
+        getattr(extension, "cpu_offload", None) is None
+    ):  # Megatron-core's offloading sets CPUOffloadEnabled
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):  # the fp32 router looks it up

@@ -178,7 +178,8 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(DispatchMode):
-    """Fail at the first tensor with two dimensions of size `rows`, which no other dimension has."""
+    """Raise NotRunnable at the first tensor with two dimensions of size `rows`, the traced sequence
+    length.  No other dimension of the model may have this size."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -136,7 +136,7 @@ def search(
     _check_counts(top=top, processes=processes)
     if not (isinstance(within, int | float) and 0 <= within < 1):
         raise ConfigError(
-            "", "within", f"expected a number from 0 up to, but not including, 1, not {within!r}"
+            "", "within", f"expected a number of at least 0 and less than 1, not {within!r}"
         )
     if not isinstance(fixed, Mapping | None):
         raise ConfigError(

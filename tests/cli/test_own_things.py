@@ -282,7 +282,7 @@ def test_names_are_lists() -> None:
         rematbench.search(PROBLEM, methods="memo")
     for within in (-1, 1, "a"):
         with pytest.raises(
-            ConfigError, match="within: expected a number from 0 up to, but not including, 1, not"
+            ConfigError, match="within: expected a number of at least 0 and less than 1, not"
         ):
             rematbench.search(PROBLEM, within=within)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"fixed: expected a mapping of degree names"):

@@ -151,7 +151,7 @@ def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
     words += ["--cluster", "h100-80gb", "-o", str(tmp_path), "--run"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "not run: unknown keys: --surprising-option (--anyway" in done.stderr
+    assert "keys are unknown: --surprising-option (--anyway" in done.stderr
     words.append("--anyway")
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     command = "rematbench simulate selective_recompute --model llama-3.1-8b"

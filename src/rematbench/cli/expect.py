@@ -13,8 +13,10 @@ from rematbench.paper.tables.claims import in_short
 
 
 def expect(
-    tables: Annotated[Path, Argument(metavar="TABLES", help="New: results/paper/tables.")],
-    expected: Annotated[Path, Argument(metavar="EXPECTED", help="Old: results/expected.")],
+    tables: Annotated[Path, Argument(metavar="TABLES", help="The folder of the new tables.")],
+    expected: Annotated[
+        Path, Argument(metavar="EXPECTED", help="The folder of the committed tables.")
+    ],
     update: Annotated[
         bool, Option("--update", help="Replace the expected tables by the new ones.")
     ] = False,

@@ -75,7 +75,9 @@ def read(  # every option is a parameter
         raise CommandError(f"not run: {'; '.join(_grouped(reading.refused))}")
     if reading.unknown and not anyway:
         keys = ", ".join(dict.fromkeys(reading.unknown))
-        raise CommandError(f"not run: unknown keys: {keys} (--anyway runs it without them)")
+        raise CommandError(
+            f"not run, because keys are unknown: {keys} (--anyway runs the command without them)"
+        )
     if job.missing:
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # app imports this module

@@ -1,7 +1,7 @@
-"""A plan as a torchtitan configuration (TOML), for `flags`.
+"""A plan as a torchtitan configuration (TOML), for the command `flags`.
 
-Source of keys: torchtitan, torchtitan/config/job_config.py of 2025-10; `read` reads them
-(config/foreign/torchtitan.yaml).
+Its keys come from torchtitan/config/job_config.py of 2025-10. The command `read` knows those in
+config/foreign/torchtitan.yaml.
 """
 
 import json  # its texts of words, numbers and lists are those of TOML

@@ -169,9 +169,10 @@ def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Resul
 
 
 def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
-    """A case's recompute policy, then pp_offload with the given share.  If no share is given, use
-    the smallest share that fits, by the paper's estimate on the paper's own stack, otherwise by the
-    ledger.  There is no offload if the layout or the stack does not support pp_offload."""
+    """A case's recompute policy, followed by pp_offload with the case's share. If the case gives no
+    share, pp_offload takes the smallest share that fits, by the paper's estimate on the stack
+    megatron-kwai and by the ledger on other stacks; such a case has no offload if its layout or
+    stack does not support it."""
     plain = registry.resolve(case.method, case.settings)
     if case.offload == 0.0:
         return plain

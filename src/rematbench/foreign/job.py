@@ -197,7 +197,7 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
         key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
         stages = f"{pp} stages" + f" of {vpp} chunks" * (vpp > 1)
         raise ConfigError(
-            reading.file, key, f"{layers} layers do not divide over {stages} in this way"
+            reading.file, key, f"{layers} layers do not divide over {stages} with such ends"
         )
     if not all(sizes):  # the embedding or the loss has a stage to itself
         values["stages"] = f"E{'|'.join('t' * size for size in sizes)}L"

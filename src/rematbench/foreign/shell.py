@@ -242,7 +242,7 @@ def _tested(script: Script, node: Node, source: str) -> bool | None:
     if node["Type"] == "BinaryTest":
         return _compared(script, node, source)
     value = _tested(script, node["X"], source)
-    if sign is None or sign in ("-n", "-z"):  # these are brackets, or a test of a length
+    if sign is None or sign in ("-n", "-z"):  # parentheses, or a test whether a text is empty
         return value == (sign != "-z")
     return not value if sign == "!" and value is not None else None
 

@@ -52,7 +52,9 @@ def differences(rerun: Record, committed: Record) -> list[str]:
     both = bool(rerun.measured) and bool(committed.measured)
     new, old = (_compared(record, measured=both) for record in (rerun, committed))
     bound, found = BOUNDS[rerun.spec.precision], []
-    for name in (name for name in old if name in new):  # the compared counts show missing parts
+    for name in (
+        name for name in old if name in new
+    ):  # a part that one record lacks shows in the counts
         now, then, of_step = new[name], old[name], name.endswith(":")
         if now != then and not (of_step and abs(now - then) <= bound * abs(then)):
             found.append(f"{name} {_difference(now, then)}{f' (bound {bound:g})' * of_step}")

@@ -349,10 +349,10 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
-    """The even partition, and from pp 3 on, without interleaving, the partitions with a layer less
-    or more on the first or the last rank.  With interleaving, if the layers do not fill all chunks,
-    every split of the missing layers over the end chunks (except ENDS missing layers, which the
-    even partition takes from both ends)."""
+    """Yield the even partition, then its variants. Without interleaving, at pp 3 or more, the first
+    rank, the last rank or both have one layer more or fewer. With interleaving, if up to MOST_LESS
+    layers are missing to fill all chunks, the missing layers are split in every way between the
+    first and the last chunk; the even partition already takes ENDS missing layers from both."""
     sizes = even_sizes(layers, layout)
     even = LayoutChoice(layout, sizes)
     yield even

@@ -101,7 +101,7 @@ class Builder:
         """Add the model's norm over a tensor of the sequence-parallel region."""
         parameters = self.model.norm_parameters // self.s.columns
         self._norm(name, x, self.shard(out), 1, parameters)
-        if self.s.columns > 1:  # ranks with other columns sum their parts of each row's statistics
+        if self.s.columns > 1:  # ranks that split a row's columns sum its statistics
             numbers = 1 + (self.model.norm == "layernorm")
             sums = Comm("all_reduce", "columns", numbers * self.s.tokens * self.wide_bytes)
             back = replace(sums, nbytes=2 * sums.nbytes)
@@ -118,8 +118,8 @@ class Builder:
             self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
     def latent_norm(self, name: str, x: str, rank: int, beside: tuple[str, ...] = ()) -> None:
-        """Add a norm over `rank` compressed columns of a rank's rows. `beside`: tensors in the same
-        storage as `x`, which stay in memory with it."""
+        """Add a norm over the `rank` columns of a low-rank tensor, for this device's shard of
+        tokens. `beside`: tensors in the storage of `x`, which stay in memory if `x` does."""
         out = self.add(f"{name}_out", self.s.shard_tokens, rank * self.e)
         self._norm(name, x, out, 1, self.model.norm_parameters_of(rank), beside)
 

@@ -172,7 +172,7 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def parameters(self) -> int:
-        """The number of weights of one rank (after tensor parallelism)."""
+        """The number of weights that one rank holds of this part, after tensor parallelism."""
         return sum(op.parameters for op in self.ops)
 
     @cached_property

@@ -148,7 +148,7 @@ def _check_host_states(plan: Plan) -> None:
 
 def _check_pieces(plan: Plan, problem: Problem) -> None:
     if cut := [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]:
-        raise PlanError(f"only optimizer states can be in pieces, not the {cut[0]} states")
+        raise PlanError(f"only optimizer states can be cut into pieces, not the {cut[0]} states")
     optimizer = plan.state("optimizer")
     pieces = optimizer.pieces
     if pieces is None:

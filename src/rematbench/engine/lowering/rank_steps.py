@@ -82,8 +82,8 @@ class RankSteps(NamedTuple):
 def pass_kinds(
     order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int = 1
 ) -> dict[PassKind, Pass]:
-    """Return the kinds of passes of a rank, each with its first pass. With several `slices` of a
-    sequence, the passes of a micro-batch have consecutive numbers."""
+    """Return the kinds of a rank's passes, each with its first forward pass. If sequences are cut
+    into `slices`, a pass's `micro_batch` is the micro-batch times `slices` plus the slice."""
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows, slices)
     for item in order:

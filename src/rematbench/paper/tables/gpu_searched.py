@@ -105,7 +105,8 @@ def searched_table(rows: Sequence[Row]) -> Table:
 
 
 def advice_table(rows: Sequence[Row]) -> Table:
-    """The table of speed lost by following the search, by job and device memory."""
+    """The table of how much slower the search's first plan is than the fastest measured plan, by
+    job and device memory."""
     most = max((row["lost"] for row in rows), default=0.0)
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
     by_device = grouped((row["device"], row["lost"]) for row in rows)

@@ -72,7 +72,8 @@ def binds(line: Mapping[str, Any]) -> str:
 
 
 def shortage(line: Mapping[str, Any]) -> str:
-    """The missing bytes in GiB by place, or the reason if there are none."""
+    """The GiB that are missing on the device and on the host, as text; if the line records no
+    shortage, its `reason`."""
     short = {where: number(line, f"{where}_short_bytes") for where in ("device", "host")}
     texts = [f"{nbytes / GIB:,.1f} GiB ({where})" for where, nbytes in short.items() if nbytes]
     return f"does not fit by {' and '.join(texts)}" if texts else str(line.get("reason", ""))

@@ -207,8 +207,8 @@ class MeasuredSpeed(Struct, frozen=True, kw_only=True):
 
 
 def measured_speed(problem: Problem, step_s: Sequence[float], device: str) -> MeasuredSpeed:
-    """The speed of a run on `device` (torch's name of the GPU) from the seconds of the slowest rank
-    in each timed step; at least one step."""
+    """The speed of a run on `device` (torch's name of the GPU). `step_s` has the seconds of the
+    slowest rank in each timed step, and must not be empty."""
     median = statistics.median(step_s)
     found, cluster = speed(problem, median), problem.cluster
     known = has_peak_of(cluster, device)

@@ -203,7 +203,9 @@ def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
     block = tensor.block_rows * rows // tensor.rows or tensor.block_rows
     if any(part % (block or rows) for part in parts):
         own = f"one scale for every {block} rows" if block else "one scale for all rows"
-        raise PlanError(f"{tensor.name} has {own}: keep, offload or rebuild it by whole blocks")
+        raise PlanError(
+            f"{tensor.name} has {own}: keep, offload or rebuild rows with a common scale together"
+        )
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:

@@ -85,7 +85,9 @@ class BackwardEmitter:
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
-        self.held: list[Storage] = []  # FSDP's root and hooks keep these until the end.
+        self.held: list[
+            Storage
+        ] = []  # FSDP's root module and hooks keep these until the backward ends.
         self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 
@@ -119,7 +121,9 @@ class BackwardEmitter:
     def _unit(self, order: list[Unit], position: int) -> None:
         w, unit = self.w, order[position]
         w.begin_unit()
-        if w.beside and position == int(self.chunk.last):  # the first layer, after any head
+        if w.beside and position == int(
+            self.chunk.last
+        ):  # the layer that runs backward first; the head runs before it
             emit_alloc(w, BESIDE, self._beside_bytes())
         self.reload.before(order, position)
         if self.gatherer:
