@@ -73,6 +73,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: ClassVar[str] = "megatron_core"
     stacks: ClassVar[tuple[str, ...]] = ("megatron-core", "megatron-kwai")
+    later: ClassVar[tuple[str, ...]] = ("distribute_saved_activations",)
     by_layer: ClassVar[tuple[str, dict[str, str]]] = (
         "num_layers",
         {"recompute": "full", "method": "block"},

@@ -120,9 +120,9 @@ def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> 
     comparison, tasks = long()
     made = [task for task in tasks if isinstance(task, Contender)]
     names = [(one.name, one.pieces is not None) for one in made]
-    assert (
-        len(names) == len(set(names)) < 128
-    )  # a method of states stands beside each of activations
+    assert len(names) == len(set(names))
+    hosted = {"deep_optimizer_states", "twinflow", "zero_offload"}  # beside each of activations
+    assert len([one for one in made if hosted.isdisjoint(one.name.split("+"))]) < 128
     assert [one for one in made if one.pieces]  # pieces, but none of what the base keeps
     assert not [one for one in made if one.pieces and one.base is None]
     apart = sorted(task[1].method for task in tasks if isinstance(task, tuple))

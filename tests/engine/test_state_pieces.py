@@ -228,9 +228,7 @@ def test_a_home_that_contradicts_the_pieces_is_refused() -> None:
     with pytest.raises(PlanError, match="the optimizer's home is device, and must be host"):
         lower(replace(given.base_plan, states=wrong), given)
     wrong = (StateFate(kind="gradient", pieces=pieces),)
-    with pytest.raises(
-        PlanError, match="can be cut into pieces, not the gradient"
-    ):
+    with pytest.raises(PlanError, match="can be cut into pieces, not the gradient"):
         lower(replace(given.base_plan, states=wrong), given)
     wrong = (StateFate(kind="optimizer", pieces=replace(pieces, places=("device",)),
                        update="backward"),)  # fmt: skip

@@ -129,6 +129,10 @@ def test_without_a_host_rate_ours_visits_and_the_others_take_the_middle_of_known
         assert found.tokens_per_s_per_gpu
         assert found.error_band is not None
         assert "host rate" in found.error_band.outside
+    other = evaluate_method(made.remade(backend="fa3"), all_methods().resolve(SMALL[METHODS[0]]))
+    first = evaluate_method(made, all_methods().resolve(SMALL[METHODS[0]]))
+    bands = [with_host_rates(each).error_band for each in (first, other)]
+    assert bands[0] != bands[1]  # another attention kernel has another step
 
 
 @pytest.mark.parametrize(("spec", "words"), tables(__file__)["refused"])

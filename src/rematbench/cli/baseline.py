@@ -97,10 +97,7 @@ def of_baseline(options: RunOptions) -> Request:
 
 @app.command("predict")
 @takes_run
-def predict_baseline(
-    run: RunOptions,
-    out: Out = None,
-) -> None:
+def predict_baseline(run: RunOptions, out: Out = None) -> None:
     """Predict a baseline's policy with the simulator: labelled simulated, never measured.
 
     Bytes are those that the package itself holds (docs/baselines.md).  METHOD is a baseline (see

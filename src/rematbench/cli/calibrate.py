@@ -65,8 +65,7 @@ def calibrate(
     experts: Annotated[
         bool,
         Option(
-            "--experts",
-            help="Fit only the pace at which the host issues the launches of experts.",
+            "--experts", help="Fit only the pace at which the host issues the launches of experts."
         ),
     ] = False,
     nbytes: Annotated[

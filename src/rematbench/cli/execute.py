@@ -92,10 +92,7 @@ def _with_defaults(run: RunOptions) -> RunOptions:
     given = run.problem
     ranks = given["tp"] * given["cp"] * given["pp"]
     replicas = max(1, (given["gpus"] or ranks) // ranks)
-    usual = {
-        "seq_len": SEQ_LEN,
-        "global_batch": 2 * given["pp"] * replicas * given["micro_batch"],
-    }
+    usual = {"seq_len": SEQ_LEN, "global_batch": 2 * given["pp"] * replicas * given["micro_batch"]}
     filled = {key: given[key] or value for key, value in usual.items()}
     return dataclasses.replace(run, problem={**given, **filled})
 

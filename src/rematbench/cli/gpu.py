@@ -39,8 +39,7 @@ SuiteFile = Annotated[
 Parts = Annotated[
     list[str] | None,
     Option(
-        metavar="PART",
-        help=f"Run only this part: {', '.join(LIMITS)}, or {', '.join(ON_DEMAND)}.",
+        metavar="PART", help=f"Run only this part: {', '.join(LIMITS)}, or {', '.join(ON_DEMAND)}."
     ),
 ]
 Where = Annotated[

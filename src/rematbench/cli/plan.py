@@ -197,8 +197,7 @@ def _fate_table(lines: Lines) -> Table:
 
 @takes_run
 def timeline(
-    run: RunOptions,
-    output: Annotated[Path, Option("-o", "--output", metavar="TIMELINE.json")],
+    run: RunOptions, output: Annotated[Path, Option("-o", "--output", metavar="TIMELINE.json")]
 ) -> None:
     """Write one step as a timeline that ui.perfetto.dev and chrome://tracing open.
 

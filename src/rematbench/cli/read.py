@@ -41,8 +41,7 @@ def read(  # every option is a parameter
         ),
     ] = None,
     variables: Annotated[
-        list[str] | None,
-        Option("--set", metavar="NAME=VALUE", help="Set an environment variable."),
+        list[str] | None, Option("--set", metavar="NAME=VALUE", help="Set an environment variable.")
     ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
     anyway: Annotated[

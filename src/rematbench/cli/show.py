@@ -98,10 +98,7 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
     values["recompute_flop"] = evaluation.recompute_flop if evaluation else None
     values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
-    values["parameters"] = {
-        **request.method.parameters,
-        **(result.plan.fit if result.plan else {}),
-    }
+    values["parameters"] = {**request.method.parameters, **(result.plan.fit if result.plan else {})}
     values["reserved_bytes"] = result.reserved_bytes
     values["device_total_bytes"] = result.device_total_bytes
     values["device_total_checked"] = total_is_checked(request.problem)

@@ -163,12 +163,7 @@ def ring_bytes_per_s(
 
 
 def ring_steps_s(
-    steps: float,
-    ranks: int,
-    nodes: int,
-    nbytes: float,
-    bytes_per_s: float,
-    common: CommonConstants,
+    steps: float, ranks: int, nodes: int, nbytes: float, bytes_per_s: float, common: CommonConstants
 ) -> float:
     """Seconds of a ring of `steps` hops, each of nbytes / ranks bytes, by the faster of NCCL's
     LL128 and Simple protocols: base + hops inside nodes + hops between nodes + wire time.

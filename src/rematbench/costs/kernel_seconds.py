@@ -89,12 +89,7 @@ def attention_s(
 
 
 def gemm_share(
-    rates: GemmRates,
-    m: Quantity,
-    n: Quantity,
-    k: Quantity,
-    batch: Quantity,
-    sm_count: Quantity,
+    rates: GemmRates, m: Quantity, n: Quantity, k: Quantity, batch: Quantity, sm_count: Quantity
 ) -> Quantity:
     """Share of the peak: e k/(k + half_k) w / (tail ceil(w) + (1 - tail) w), w waves of tiles.
 

@@ -314,13 +314,14 @@ def with_host_rates(result: Result, family: str = "") -> Result:
     return replace(found, error_band=band)
 
 
-_AT_RATES: dict[tuple[Hashable, bytes, bytes], tuple[float, float]] = {}
+_AT_RATES: dict[tuple[Hashable, ...], tuple[float, float]] = {}
 
 
 def _steps_at_rates(problem: Problem, plan: Plan) -> tuple[float, float]:
     """The seconds of a step at the slowest and at the fastest measured host rate.  They are cached,
     because a comparison ranks all of its results again whenever a late result arrives."""
-    key = without_cluster(problem), encode(problem.cluster), same_plan(plan)
+    timing = encode((problem.cluster, problem.backend, problem.calibration))
+    key = without_cluster(problem), timing, same_plan(plan)
     if key not in _AT_RATES:
         lowered, rates = Lowered(problem, plan), sorted(host_rates().values())
         there = [at_host_rate(problem, rate) for rate in (rates[0], rates[-1])]

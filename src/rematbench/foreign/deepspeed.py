@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, inputs_at, number, switch, whole
+from rematbench.foreign.reading import AUTO, Reading, number, switch, whole
 from rematbench.inputs.configfile import ConfigError
 
 SIZES = {
@@ -33,14 +33,10 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
         read_zero(reading, data["zero_optimization"], "zero_optimization.")
     section = data.get("activation_checkpointing")
     if isinstance(section, Mapping):
-        split = not is_off(section.get("partition_activations"))
-        host = not is_off(section.get("cpu_checkpointing"))
-        if split and reading.get("tp", 1) == 1:
-            key, split = "activation_checkpointing.partition_activations", False
-            text = "without effect at tp 1; with --tp give full_recompute:inputs=shared"
-            reading.notes.append(f"{key}: {text}")
-        if split or host:
-            reading.method = ("full_recompute", {"inputs": inputs_at(split=split, host=host)})
+        places = {"partition_activations": "partitioned", "cpu_checkpointing": "inputs_on_host"}
+        for key, name in places.items():  # the launch line may give the tensor-parallel ranks
+            if not is_off(section.get(key)):
+                reading.put(name, True, f"activation_checkpointing.{key}")
     if isinstance(data.get("tensor_parallel"), Mapping):
         reading.put("sp", False, "tensor_parallel.")
     return reading

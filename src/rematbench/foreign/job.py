@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from msgspec import Struct, convert
 
-from rematbench.foreign.reading import Reading, named_file
+from rematbench.foreign.reading import Reading, inputs_at, named_file
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
@@ -85,6 +85,8 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     files: dict[str, str] = {}
     values["model"] = _model(values, reading, files, prefix, overrides)
     _of_model(values, reading)
+    if reading.package == "torchtitan" and values.get("recipe"):
+        _narrow_experts(values, reading)
     _degrees(values, reading)
     # Derive the sharding degree if sharded states have replicas, given as a number or as one per
     # node.
@@ -96,7 +98,8 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     if gpus and values.get("shard_degree", 0) >= gpus:  # verl: over all ranks
         del values["shard_degree"]
     _batches(values)
-    values["system"] = _system(values, reading, files, prefix, overrides)
+    _partitioned(values, reading)
+    values["system"] = _system(values, reading, files, prefix, {**overrides, "method": method})
     name, settings = _method(values, reading, method)
     options = {key: str(values[key]) for key in LEADING if values.get(key) is not None}
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
@@ -153,6 +156,30 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
     _partition(values, reading, layers)
 
 
+def _narrow_experts(values: dict[str, Any], reading: Reading) -> None:
+    """Refuse FP8 with experts, which torchao's conversion of linears leaves in 16 bits."""
+    named = not reading.model and values.get("model")
+    experts = load_model(str(values["model"])).experts if named else reading.model.get("experts")
+    if experts or values.get("ep", 1) > 1:
+        text = "experts that stay in 16 bits beside linears in FP8 are not modelled"
+        reading.refused.append(f"{reading.keys.get('recipe', 'converters')}: {text}")
+
+
+def _partitioned(values: dict[str, Any], reading: Reading) -> None:
+    """Set the place of recomputed layers' inputs that a DeepSpeed file gives. Parts for the
+    tensor-parallel ranks have no effect, which is noted, without tensor parallelism.  Trainers that
+    say themselves what is recomputed use torch's checkpoints, which do not read the file."""
+    if reading.method is not None and reading.package not in ("Megatron", "DeepSpeed"):
+        return
+    split, host = (name in reading.values for name in ("partitioned", "inputs_on_host"))
+    if split and values.get("tp", 1) == 1:
+        reading.notes.append(f"{reading.keys['partitioned']}: without effect at tp 1")
+        split = False
+    name, settings = reading.method or ("full_recompute", {})
+    if name == "full_recompute" and (split or host):
+        reading.method = (name, {**settings, "inputs": inputs_at(split=split, host=host)})
+
+
 def _shared_overlap(values: dict[str, Any], reading: Reading) -> None:
     """Note or refuse a shared expert on a second stream (megatron-core 0.16.1, shared_experts.py:
     its linears do not gather, so with TP they save the gathered input; transformer_config.py)."""
@@ -162,6 +189,10 @@ def _shared_overlap(values: dict[str, Any], reading: Reading) -> None:
         reading.refused.append(f"{key}: {text}")
     elif reading.facts.get("dispatcher", "alltoall") != "alltoall":
         reading.refused.append(f"{key}: Megatron-core allows it with the dispatcher alltoall alone")
+    elif values.get("ep_overlap"):
+        reading.refused.append(f"{key}: Megatron-core refuses it with {reading.keys['ep_overlap']}")
+    elif "shared_experts" in str((reading.method or ("", {}))[1].get("modules", "")):
+        reading.refused.append(f"{key}: Megatron-core refuses it with recomputed shared_experts")
     else:
         text = "the shared expert and the exchanges are timed one after the other, an upper bound"
         reading.notes.append(f"{key}: {text} of the step; their memory is one stream's pool")
@@ -341,8 +372,9 @@ def _system(
         reading.notes.append(
             "weights are fp32, and autocast converts them to 16 bits in each operator"
         )
-    whole = (reading.method or ("", {}))[0] == "full_recompute"
-    if whole and values.get("ep_overlap") and base == "megatron-core-0.16":
+    whole = (overrides["method"] or (reading.method or [""])[0]).startswith("full_recompute")
+    overlaps = values.get("ep_overlap") and not overrides.get("system")
+    if whole and overlaps and base == "megatron-core-0.16":
         base = "megatron-core-dev"
         words = "releases refuse it with full recomputation, so the stack is megatron-core-dev"
         reading.notes.append(f"{reading.keys.get('ep_overlap')}: {words}")

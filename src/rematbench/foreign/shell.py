@@ -43,6 +43,8 @@ SHORT = {r"(?<!\S)-N[ =]?": "--nodes=", r"(?<!\S)-n[ =]?": "--ntasks="}
 COMPARED = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 SHELLS = {"bash", "sh", "/bin/bash", "/bin/sh"}
 LAUNCHERS = {"srun", "nohup"}
+PROGRAM = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|env)$|\.(sh|py)$")
+"""A word with which the program of a launcher begins."""
 ENDS = {"|", "||", "&&", "&", ";"}
 """The words that end a command in a text that `eval` starts."""
 PREFIXES = {"eval", "exec"}
@@ -352,9 +354,16 @@ def _call(script: Script, node: Node) -> bool | None:
         if command[:1] and command[0].startswith("--") and script.commands:
             script.commands[-1] += command  # a comment cut the command in two
         elif command:
-            short = {"-N": "--nodes"} if command[0] == "srun" else {}
-            script.commands.append([short.get(word, word) for word in command])
+            script.commands.append(_long_nodes(command) if command[0] == "srun" else command)
     return None
+
+
+def _long_nodes(command: list[str]) -> list[str]:
+    """A command of srun with its option -N as --nodes; the options of its program stay."""
+    ends = (at for at, word in enumerate(command) if at and PROGRAM.search(word))
+    end = next(ends, len(command))
+    words = [re.sub(r"^-N(?:$|=?(?=\d))", "--nodes=", word) for word in command[:end]]
+    return [*(word.removesuffix("=") for word in words), *command[end:]]
 
 
 def _document(script: Script, texts: list[str], redirections: Iterable[Node]) -> bool:

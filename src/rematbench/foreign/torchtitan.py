@@ -104,9 +104,6 @@ def _experts(reading: Reading) -> None:
         reading.put("etp", 1, key)
     if reading.system == "torchtitan":
         reading.system = "torchtitan-2026"
-    if reading.get("recipe"):
-        text = "experts that stay in 16 bits beside linears in FP8 are not modelled"
-        reading.refused.append(f"{key}: {text}")
     text = "the operators of experts are Megatron-core's fused ones; eager ones hold more"
     reading.notes.append(f"{key}: {text}")
 

@@ -11,7 +11,8 @@ from rematbench.workload import PACKED_BYTES, Trained, Workload
 def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     """The messages of the rules that a job with frozen weights breaks."""
     model, mlp = work.model, {"gate", "up", "down"}
-    whole = lay.expert_tp == 1 and not work.dora
+    pair = not model.gated or len({"gate", "up"} & {*work.targets}) != 1  # they share a linear
+    whole = lay.expert_tp == 1 and not work.dora and pair
     experts = model.experts is not None and bool(mlp & {*work.targets}) and not whole
     if not work.partly and work.base_dtype != "stack":
         yield (
@@ -26,7 +27,7 @@ def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
                 yield f"{name} needs adapters (lora_rank)"
     if experts:
         known = _bytes_of_adapters(work, system)
-        words = "adapters of experts need etp 1, and no dora (ms-swift, megatron/tuners/lora.py)"
+        words = "adapters of experts need etp 1, no dora, gate with up (ms-swift, tuners/lora.py)"
         yield f"{words}; {known}"
     if model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets):
         known = _bytes_of_adapters(work, system)

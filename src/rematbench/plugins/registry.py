@@ -140,11 +140,17 @@ class Composition(Struct, frozen=True):
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The parameter values of each method, as JSON types; empty texts are left out."""
+        """The parameter values of each method, as JSON types. Empty texts are left out, and so are
+        default values of the parameters that a method lists as `later`, so that the hashes of
+        earlier runs stay."""
         plain = {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
         return {
-            name: {key: value for key, value in values.items() if value != ""}
-            for name, values in plain.items()
+            m.name: {
+                key: value
+                for key, value in plain[m.name].items()
+                if value != "" and (value or key not in getattr(m, "later", ()))
+            }
+            for m in self.methods
         }
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
@@ -223,10 +229,7 @@ class Registry(Struct, frozen=True):
         return any(self.entry(name).planner for name in names)
 
     def resolve(
-        self,
-        spec: str,
-        settings: Mapping[str, Value] | None = None,
-        problem: Problem | None = None,
+        self, spec: str, settings: Mapping[str, Value] | None = None, problem: Problem | None = None
     ) -> Composition:
         """The composition of a text `a+b`.  `settings` are named `key` (if only one method has this
         parameter) or `a.key`; settings may also be inside the text, as `a:key=value,key=value+b`.

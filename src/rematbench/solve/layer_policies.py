@@ -133,10 +133,7 @@ def heuristic(
 
 
 def optimum(
-    layer: LayerWindows,
-    groups: Sequence[LayerGroup],
-    budget_bytes: float,
-    layers_per_chunk: int,
+    layer: LayerWindows, groups: Sequence[LayerGroup], budget_bytes: float, layers_per_chunk: int
 ) -> tuple[StagePolicy, ...] | None:
     """One policy per group from HiGHS; None if HiGHS reaches the node limit without a solution."""
     if not layer.jobs:  # HiGHS refuses a problem without variables.

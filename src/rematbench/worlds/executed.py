@@ -217,10 +217,7 @@ def compared_outcome(
 
 
 def _record(
-    cell: Cell,
-    outcome: tuple[Status, str, Measured | None],
-    hosts: tuple[int, ...],
-    how: How,
+    cell: Cell, outcome: tuple[Status, str, Measured | None], hosts: tuple[int, ...], how: How
 ) -> Record:
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 

@@ -11,14 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.advise.bounds.columns import AS_PROBED, Array, Columns, Wider, least_parameters
-from rematbench.advise.bounds.lines import (
-    ChunkCost,
-    More,
-    compute_cost,
-)
+from rematbench.advise.bounds.lines import ChunkCost, More, compute_cost
 from rematbench.advise.bounds.small_problems import placed_alike
 from rematbench.advise.candidates.layouts import LayoutChoice
 from rematbench.costs.bind import CostModel
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, OpTable
 from rematbench.costs.states import non_torch_bytes
 from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
@@ -251,8 +248,8 @@ def sent_bytes(problem: Problem) -> float:
     return 2 * (lay.vpp * inner + around) * (nbytes if lay.sp else nbytes / lay.tp)
 
 
-EXCHANGING = frozenset(("permute", "dispatch", "sort", "unsort", "combine", "unpermute"))
-"""The operators of experts that a dispatcher decides."""
+EXCHANGING = frozenset(("permute", "dispatch", "sort", "unsort", "combine", "unpermute", COUNTS))
+"""The operators of experts of which a dispatcher decides the bytes or the launches."""
 
 
 def layer_cost(

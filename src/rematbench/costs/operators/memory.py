@@ -34,10 +34,7 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
         inputs=("memory_query",),
         outputs=("memory_rows", "memory_weights"),
         saves=("memory_query", "memory_rows", "memory_weights"),
-        forward=(
-            Gemm(tokens, given.keys, given.key_dim // 2, halves),
-            Elementwise(2 * scores, 4),
-        ),
+        forward=(Gemm(tokens, given.keys, given.key_dim // 2, halves), Elementwise(2 * scores, 4)),
         backward_input=chosen,
         backward_weight=chosen,
         parameters=given.heads * given.keys * given.key_dim,

@@ -71,11 +71,14 @@ def check_plan(plan: Plan, problem: Problem) -> None:
 def shares_refusal(plan: Plan, layout: Layout) -> str:
     """Why a plan cannot share tensors out over tensor-parallel ranks; empty if it can.  The rules
     are megatron-core's (0.16.1, training/arguments.py and transformer/transformer_config.py)."""
-    ranks = {rule.fate.ranks for rule in plan.rules if isinstance(rule.fate, Share)}
+    shared = [rule for rule in plan.rules if isinstance(rule.fate, Share)]
+    ranks = {rule.fate.ranks for rule in shared if isinstance(rule.fate, Share)}
+    others = any(rule.select.activations != ("layer_input",) for rule in shared)
     reasons = {
         "can distribute only across tensor model parallel groups: tp is 1": layout.tp == 1,
         "must be false when sequence parallel is enabled": layout.sequence_parallel,
         "is not modelled with a second tensor dimension": layout.tp_columns > 1,
+        "is for layer_input alone, which all of the ranks hold": others,
         f"has parts of {[*ranks]} ranks, but tp is {layout.tp}": ranks != {layout.tp},
     }
     return refusal("distribute_saved_activations", reasons) if ranks else ""

@@ -106,10 +106,7 @@ def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
         if rule.select.slices is None or number in rule.select.slices
     ]
     rules = tuple(
-        replace(
-            plan.rules[place],
-            select=replace(plan.rules[place].select, slices=None),
-        )
+        replace(plan.rules[place], select=replace(plan.rules[place].select, slices=None))
         for place in places
     )
     moves = replace(plan.transfers, reload_slots=0)  # Slots are not modelled for slices.

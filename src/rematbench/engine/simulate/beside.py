@@ -76,10 +76,7 @@ def exposed_shares(
         return {}
     first, last = min(places), max(places)
     late = [op for op in table.ops[last:] if op.name in BESIDE_ATTENTION]
-    beside = {
-        first: table.ops[first + 1 : last],
-        last: (*table.ops[:first], *late),
-    }
+    beside = {first: table.ops[first + 1 : last], last: (*table.ops[:first], *late)}
     stall = problem.cost.overlap_factor("ep") - 1.0
     found = {}
     for place, ops in beside.items():

@@ -95,10 +95,7 @@ def rows_with(
 
 
 def _parts(
-    parts: Sequence[Part],
-    rank: int,
-    timing: Callable[[Action, int], Timing],
-    timed: list[Timing],
+    parts: Sequence[Part], rank: int, timing: Callable[[Action, int], Timing], timed: list[Timing]
 ) -> tuple[list[RowPart], list[float]]:
     found: list[tuple[list[RowPart], list[float]]] = []
     for part in parts:

@@ -252,10 +252,7 @@ def simulation(
         totals.append(tuple(seconds))
     ends = tuple(max(clock.free) for clock in clocks)
     return Simulation(
-        step_s=max(ends),
-        rank_end_s=ends,
-        stream_busy_s=tuple(totals),
-        intervals=tuple(intervals),
+        step_s=max(ends), rank_end_s=ends, stream_busy_s=tuple(totals), intervals=tuple(intervals)
     )
 
 

@@ -27,12 +27,7 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.program.storage import OF_VOCABULARY, STEP
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
-from rematbench.engine.simulate.op_level import (
-    NO_TIME,
-    ORDERING,
-    RankedSeconds,
-    Timing,
-)
+from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
 
 DIRECTION: dict[Kind, Direction] = {

@@ -145,6 +145,8 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
     rows = sources.used(every)
     found: dict[str, GenerationRates] = {}
     for name, part in sources.generations.items():
+        if part.like and part.like not in found:
+            raise KernelError(f"{SOURCES}.yaml: {name}: like: no earlier generation {part.like!r}")
         found[name] = fit_generation(sources, name, rows, found.get(part.like))
     hbm = {name: part.hbm.value for name, part in found.items()}
     gemms = {name: part.gemm for name, part in found.items()}

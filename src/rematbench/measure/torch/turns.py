@@ -21,11 +21,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.case import NotFinite, failure
-from rematbench.worlds.torch.devices import (
-    limit_memory,
-    pin_requested_size,
-    pinned_peak,
-)
+from rematbench.worlds.torch.devices import limit_memory, pin_requested_size, pinned_peak
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
 from rematbench.worlds.torch.parameters import AdamW, Parameter
@@ -131,13 +127,7 @@ class Turns:
             self.release()
         place = groups_of(problem).place
         model = RankModel(
-            problem,
-            plan,
-            place,
-            self.device,
-            SEED,
-            device_weights=True,
-            parameters=self.parameters,
+            problem, plan, place, self.device, SEED, device_weights=True, parameters=self.parameters
         )
         self.parameters = model.parameters
         batch = make_batch(problem.workload, problem.layout.global_batch, SEED, 0)

@@ -25,9 +25,10 @@ def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line for each phase, node, number of nodes, order of pieces, kind of gradient copies and
     split."""
     groups = grouped(
-        ((phase, *_what_ran(row, phase)), ratio_error(row, f"{phase}_s") or 0.0)
+        ((phase, *_what_ran(row, phase)), error)
         for phase in PHASES
         for row in rows
+        if (error := ratio_error(row, f"{phase}_s")) is not None
     )
     names = ("phase", "node", "nodes", "pieces", "interleave", "copies", "split")
     lines = [

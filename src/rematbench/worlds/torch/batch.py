@@ -82,12 +82,7 @@ def loss_scale(counted: int) -> float:
 
 
 def micro_batches(
-    batch: Batch,
-    layout: Layout,
-    place: Coordinates,
-    device: torch.device,
-    *,
-    ahead: bool = False,
+    batch: Batch, layout: Layout, place: Coordinates, device: torch.device, *, ahead: bool = False
 ) -> list[MicroBatch]:
     """This rank's micro-batches, in order; `ahead`: with tokens and labels of the next
     positions."""
