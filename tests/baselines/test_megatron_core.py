@@ -138,7 +138,7 @@ def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(
     assert padded is not None
     peaks = [one.ranks[0].activation_peak_bytes for one in (plain, padded)]
     assert peaks[0] == peaks[1]
-    assert "masked" in odd.kernels["vocabulary"]
+    assert "masks" in odd.kernels["vocabulary"]
     assert "vocabulary" not in even.kernels
 
 

@@ -18,6 +18,7 @@ from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
 from rematbench.inputs.load import load_cluster
 from rematbench.model import RecipeName
+from rematbench.plan import Share
 from rematbench.worlds.torch import exchanges, movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
@@ -27,7 +28,7 @@ from rematbench.worlds.torch.groups import Groups
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
-from tests.problems import transfers
+from tests.problems import rule, transfers
 from tests.worlds.torch import (
     cases,
     test_in_backward,
@@ -118,7 +119,17 @@ REFUSED: dict[str, Callable[[], Case]] = {
     ),
 }
 """Cases by what the runtime refuses of them, in its own words."""
+
+
+def shared() -> Case:
+    """Layers run again from inputs that two tensor-parallel ranks share out."""
+    full = cases.case("tp2-no-sp", "full", precision="bf16")
+    plan = full.plan.with_rules(rule(Share(2, "device"), "layer_input"))
+    return Case(**{**vars(full), "plan": plan})
+
+
 MADE: dict[str, Callable[[], Case]] = {
+    "tp2 shared": shared,
     "tp2 apart": lambda: ordered("tp2-pp2", "zb-h1"),
     "tp2 apart beside": lambda: ordered("tp2-pp2", "zb-h1", **OVERLAP),
     "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=cases.TIED),
