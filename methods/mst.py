@@ -37,6 +37,7 @@ from rematbench.method import (
 )
 from rematbench.problem import completed_after_backward
 from rematbench.solve.kept import kept_activations, parted_activations
+from rematbench.solve.state_pieces import with_fates
 
 MLP = ("fc1", "act", "mul", "fc2")
 HEAD = ("lm_head", "loss")
@@ -80,9 +81,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             plan, remark = _with_loss_by_piece(problem, plan)
             why |= remark
         if self.optimizer_in_backward:
-            fate = replace(plan.state("optimizer"), update="backward")
-            others = tuple(state for state in plan.states if state.kind != "optimizer")
-            plan = replace(plan, states=(*others, fate))
+            plan = with_fates(plan, replace(plan.state("optimizer"), update="backward"))
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:

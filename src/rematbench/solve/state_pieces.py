@@ -22,7 +22,7 @@ def refusal(
     if optimizer.update == "backward":
         return "the base updates in the backward, which leaves no states to place"
     if gradients:
-        moved = _with_fates(base, replace(base.state("gradient"), home="host"))
+        moved = with_fates(base, replace(base.state("gradient"), home="host"))
         layout = problem.layout
         work, system = problem.workload, problem.system
         passes = passes_refusal(moved, layout, system, work.model)
@@ -31,7 +31,7 @@ def refusal(
     return too_early(base, problem, pieces) if pieces else ""
 
 
-def _with_fates(base: Plan, *fates: StateFate) -> Plan:
+def with_fates(base: Plan, *fates: StateFate) -> Plan:
     """The base with other fates of some kinds of states, which stand last."""
     kinds = {fate.kind for fate in fates}
     return replace(base, states=(*(fate for fate in base.states if fate.kind not in kinds), *fates))
@@ -67,7 +67,7 @@ def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> 
     gradient = base.state("gradient")
     if gradients and "host" in pieces.places:
         gradient = replace(gradient, home="host")
-    return _with_fates(base, gradient, optimizer)
+    return with_fates(base, gradient, optimizer)
 
 
 def smallest_share(
